@@ -1,15 +1,20 @@
 """Compiles the native library when a wheel or an editable installation is built.
 
-Calls the compiler itself: a few files and one library need no second build system. It never looks at the machine it
-runs on: one library holds kernels for every instruction set, and the one to use is picked at run time. Without a
-compiler the package is built without the library, with a warning, and needs torch to compute.
+Calls the compiler itself: a few files and one library need no second build system. One library holds kernels for
+several instruction sets, and the one to use is picked at run time. HEADWAY_NATIVE_BUILD says which are compiled: `auto`
+the best of this machine and the plain one, `all` every set (for wheels and tests), `off` none. Without a compiler the
+package is built without the library, with a warning, and needs torch to compute. `python hatch_build.py` compiles its
+objects alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,7 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run by itself, to compile while others install
+    BuildHookInterface = object
 
 NATIVE = Path("src/headway/kernels/native")
 LIBRARY = NATIVE / ("_headway.dylib" if sys.platform == "darwin" else "_headway.so")
@@ -41,6 +49,8 @@ ARM_SETS = {
     "hw_neon": ("-march=armv8.2-a+dotprod",),
     "hw_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
+HIDDEN = "-fvisibility=hidden"
+LEVEL = '#include <cstdio>\n#include "machine.h"\nint main() { std::printf("%d", hw::machine_isa()); }\n'
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
 
@@ -64,13 +74,14 @@ class Toolchain(NamedTuple):
     link: tuple[str, ...] = ()
     x86: bool = False
     arm: bool = False
+    level: int | None = None  # of the one set that is compiled besides the plain one; None for all of them
 
     @classmethod
     def detect(cls, environment: Mapping[str, str], machine: str) -> Toolchain | None:
         """The compiler that CXX names, or the first on PATH; None without one, or with HEADWAY_NATIVE_BUILD=off."""
         wanted = environment.get("HEADWAY_NATIVE_BUILD", "auto")
-        if wanted not in ("auto", "off"):
-            raise BuildError(f"HEADWAY_NATIVE_BUILD is {wanted!r}; it must be auto or off")
+        if wanted not in ("auto", "all", "off"):
+            raise BuildError(f"HEADWAY_NATIVE_BUILD is {wanted!r}; it must be auto, all or off")
         command = None if wanted == "off" else compiler(environment)
         if command is None:
             return None
@@ -78,6 +89,23 @@ class Toolchain(NamedTuple):
         link = tuple(shlex.split(environment.get("LDFLAGS", "")))
         kind = machine.lower()
         return cls(command, flags, link, kind in ("x86_64", "amd64"), kind in ("aarch64", "arm64"))
+
+    def for_this_machine(self, root: Path) -> Toolchain:
+        """The same for this machine's best instruction set; for all of them where it cannot be asked."""
+        with tempfile.TemporaryDirectory() as folder:
+            source, program = Path(folder, "level.cpp"), Path(folder, "level")
+            source.write_text(LEVEL)
+            try:
+                self.run([*self.machine, f"-I{root / NATIVE}", source, "-o", program, *self.link])
+                level = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+            except (BuildError, OSError, subprocess.CalledProcessError):
+                return self
+        return self._replace(level=int(level))
+
+    @property
+    def machine(self) -> tuple[str, ...]:
+        """What tells the sources which kind of machine this is."""
+        return ("-DHW_X86",) if self.x86 else ("-DHW_ARM",) if self.arm else ()
 
     def run(self, arguments: Sequence[str | Path]) -> None:
         command = [*self.command, *self.flags, *map(str, arguments)]
@@ -111,18 +139,21 @@ def compiler(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     return next(((name,) for name in paths if name), None)
 
 
-def units(sources: Sequence[Path], x86: bool, arm: bool = False) -> list[Unit]:
+def units(sources: Sequence[Path], tools: Toolchain) -> list[Unit]:
     """The object files, in link order.
 
     The plain instruction set comes first: of inline functions that several objects define, the linker keeps the first,
-    which must run on every machine.
+    which must run on every machine. Where another set is meant for this machine, it is compiled quickly.
     """
-    sets = SETS if x86 else ARM_SETS if arm else {"hw_plain": ()}
-    levels = [
-        Unit(name, "step.cpp", (*level_flags(level, arm), f"-DHW_NS={name}", "-fvisibility=hidden", *flags))
-        for level, (name, flags) in enumerate(sets.items())
-    ]
-    machine = ("-DHW_X86",) if x86 else ("-DHW_ARM",) if arm else ()
+    sets = list((SETS if tools.x86 else ARM_SETS if tools.arm else {"hw_plain": ()}).items())
+    wanted = range(len(sets)) if tools.level is None else sorted({0, tools.level})
+    levels = []
+    for level in wanted:
+        name, flags = sets[level]
+        levels.append(Unit(name, "step.cpp", (*level_flags(level, tools.arm), f"-DHW_NS={name}", HIDDEN, *flags)))
+    if tools.level:
+        levels[0] = levels[0]._replace(flags=(*levels[0].flags, "-O1"))
+    machine = (*tools.machine, f"-DHW_SETS={sum(1 << level for level in wanted)}")
     others = [source.name for source in sources if source.suffix == ".cpp" and source.name != "step.cpp"]
     rest = [Unit(Path(name).stem, name, (*machine, visibility(name))) for name in others]
     return [levels[0], *rest, *levels[1:]]
@@ -135,7 +166,7 @@ def level_flags(level: int, arm: bool) -> tuple[str, ...]:
 
 def visibility(source: str) -> str:
     """Only the calls of api.cpp are visible outside the library."""
-    return "-fvisibility=default" if source == "api.cpp" else "-fvisibility=hidden"
+    return "-fvisibility=default" if source == "api.cpp" else HIDDEN
 
 
 def native_sources(root: Path) -> list[Path]:
@@ -145,7 +176,7 @@ def native_sources(root: Path) -> list[Path]:
 
 def key(sources: Sequence[Path], tools: Toolchain) -> str:
     """A hash of everything the library depends on."""
-    digest = hashlib.sha256(repr((tools, units(sources, tools.x86, tools.arm))).encode())
+    digest = hashlib.sha256(repr((tools, units(sources, tools))).encode())
     for source in sources:
         digest.update(f"\n{source.name}\n".encode() + source.read_bytes())
     return digest.hexdigest()
@@ -155,19 +186,21 @@ def compile_objects(root: Path, folder: Path, tools: Toolchain) -> list[Path]:
     """All objects in link order, compiled in parallel into `folder` unless they are up to date."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = native_sources(root)
-    stamp, wanted = folder / "key", key(sources, tools)
-    parts = units(sources, tools.x86, tools.arm)
+    wanted = key(sources, tools)
+    parts = units(sources, tools)
     objects = [folder / f"{unit.name}.o" for unit in parts]
-    if stamp.exists() and stamp.read_text() == wanted and all(path.exists() for path in objects):
-        return objects
 
     def one(unit: Unit, output: Path) -> None:
         tools.run([*unit.flags, "-c", root / NATIVE / unit.source, "-o", output])
 
-    stamp.unlink(missing_ok=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(one, parts, objects))
-    stamp.write_text(wanted)
+    with (folder / "key").open("a+", encoding="utf-8") as stamp:
+        fcntl.flock(stamp, fcntl.LOCK_EX)  # `make` compiles while pip installs: whoever is second finds them done
+        stamp.seek(0)
+        if stamp.read() != wanted or not all(path.exists() for path in objects):
+            stamp.truncate(0)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(one, parts, objects))
+            stamp.write(wanted)
     return objects
 
 
@@ -176,7 +209,9 @@ def build(root: Path, tools: Toolchain) -> None:
     folder = root / "build" / "native"
     objects = compile_objects(root, folder, tools)
     fresh, library = folder / LIBRARY.name, root / LIBRARY
-    tools.run(["-shared", *objects, *only_calls(folder), *tools.link, "-o", fresh])
+    # A wheel for other machines brings the compiler's own libraries along.
+    own = ("-static-libstdc++", "-static-libgcc") if tools.level is None and sys.platform == "linux" else ()
+    tools.run(["-shared", *objects, *only_calls(folder), *own, *tools.link, "-o", fresh])
     fresh.replace(library)  # a rename: a process that has loaded the old one keeps it
 
 
@@ -189,9 +224,31 @@ def only_calls(folder: Path) -> list[str]:
     return [f"-Wl,--version-script={script}"]
 
 
-def platform_tag() -> str:
-    """The wheel's tag: any Python 3, this kind of machine."""
-    return f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+def tools_here(root: Path, environment: Mapping[str, str]) -> Toolchain | None:
+    """The compiler, set for what the environment asks for; None where the library is not built."""
+    tools = Toolchain.detect(environment, platform.machine())
+    if tools is None or not tools.works():
+        return None
+    return tools if environment.get("HEADWAY_NATIVE_BUILD") == "all" else tools.for_this_machine(root)
+
+
+def platform_tag(library: Path, tools: Toolchain) -> str:
+    """The wheel's tag: any Python 3, this kind of machine. With every instruction set it is meant for others: on Linux
+    for any distribution whose C library has what ours calls."""
+    here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    version = glibc_needed(library) if tools.level is None and here.startswith("linux_") else None
+    return f"py3-none-{here if version is None else here.replace('linux', f'manylinux_2_{version}')}"
+
+
+def glibc_needed(library: Path) -> int | None:
+    """The x of the newest GLIBC_2.x that a library asks for; None where objdump is missing or other libraries are."""
+    if shutil.which("objdump") is None:
+        return None
+    shown = subprocess.run(["objdump", "-p", library], stdout=subprocess.PIPE, text=True, check=False).stdout
+    needs = set(re.findall(r"NEEDED +(\S+)", shown))
+    versions = [int(minor) for minor in re.findall(r"GLIBC_2\.(\d+)", shown)]
+    known = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+    return max([17, *versions]) if versions and needs <= known else None
 
 
 class NativeBuildHook(BuildHookInterface):
@@ -202,15 +259,15 @@ class NativeBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         try:
-            tools = Toolchain.detect(os.environ, platform.machine())
-            if tools is None or not tools.works():
+            tools = tools_here(root, os.environ)
+            if tools is None:
                 return self._without(root)
             self.app.display_info(f"Headway: compiling the native library with {shlex.join(tools.command)}")
             build(root, tools)
         except BuildError as error:
             self.app.abort(f"Headway: {error}")
         if version != "editable":
-            build_data.update(pure_python=False, tag=platform_tag())
+            build_data.update(pure_python=False, tag=platform_tag(root / LIBRARY, tools))
             build_data["artifacts"].append(f"/{LIBRARY.as_posix()}")
 
     def _without(self, root: Path) -> None:
@@ -220,3 +277,10 @@ class NativeBuildHook(BuildHookInterface):
             "is off. It computes with torch (headway[torch]), which is slower. With g++, clang++ or CXX set, install "
             "it again."
         )
+
+
+if __name__ == "__main__":  # what fails or is missing is said by the installation that follows
+    here = Path(__file__).resolve().parent
+    with contextlib.suppress(BuildError):
+        if (found := tools_here(here, os.environ)) is not None:
+            compile_objects(here, here / "build" / "native", found)

@@ -4,7 +4,7 @@
     python benchmarks/accuracy.py --peer llama=llama/bin/python       # and llama.cpp on the same file
 
 Every engine reads the same tokens, in pieces of `--context`, each piece by itself, and gives the logits of every token.
-They are held against Headway with `dtype="float32"`: the weights that the file's codes stand for, rows of floats. KL is
+They are held against Headway with `dtype="float32"`: dequantized weights, rows of floats. KL is
 the divergence from that distribution in nats a token; agreement, how often the likeliest token is the same. No time is
 taken, so it may run on a machine that does something else.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import headway as hw
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.models.hub import store
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 
 TRIES = 7
 WIDTH = 4096  # of the matrix that a vector is multiplied with, in floats

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import headway as hw
-from headway.base.machine import read_machine
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
+from headway.base.system.machine import read_machine
 from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
@@ -320,7 +320,7 @@ def _floats(engine: hw.Engine) -> Decoder:
     """The engine's weights as floats; from its file where the engine keeps them packed."""
     import torch
 
-    from headway.models.load_tensors import load_model
+    from headway.models.weights.load_tensors import load_model
 
     if isinstance(engine.decoder, Decoder):
         return engine.decoder

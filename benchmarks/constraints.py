@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import headway as hw
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.program.constraints import async_mask
 from headway.program.constraints.async_mask import GrammarMask
 from headway.program.constraints.batched_masks import accept_all, masks_of

@@ -36,7 +36,7 @@ from cpu_plan import PEERS, Entry, Work, plan, quick
 from cpu_report import Measured, Outcome, table
 from cpu_runner import Command, PeerFailed, Runner, start_to_first_token
 
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.bench.models import SHAPES
 
 RESULTS = Path(__file__).parent / "results"

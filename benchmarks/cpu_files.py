@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from headway.bench.models import FORMATS, ModelShape, sizes, tensors, write_folder
-from headway.models.files.gguf import GgufFile
+from headway.models.files.gguf import GgufFile, Strings
 from headway.models.hub import store
-from headway.models.load import GGUF_NAMES, HF_NAMES
+from headway.models.weights.roles import GGUF_NAMES, HF_NAMES
 
 PEERS = Path(__file__).parent / "peers"
 TYPES = {
@@ -155,7 +155,8 @@ def _describe(writer: gguf.GGUFWriter, shape: ModelShape) -> None:
 
 def _copy_tokenizer(writer: gguf.GGUFWriter, words: int) -> None:
     with GgufFile.open(store.resolve("smollm2")) as file:
-        known = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.ggml.")}
+        found = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.ggml.")}
+    known = {key: list(value) if isinstance(value, Strings) else value for key, value in found.items()}
     tokens, kinds = (known.pop(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     assert isinstance(tokens, list)
     assert isinstance(kinds, list)

@@ -30,12 +30,12 @@ import torch
 from gpu_models import Limits, config, decode_limit, measure, prompt_limit, random_decoder
 
 import headway as hw
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 Build = Callable[[hw.Context, int], Any]  # a generation for sequence i
-SECTIONS = ("step", "coded", "decode", "small", "batch", "many", "prompt", "window", "peers")
+SECTIONS = ("step", "quantized", "decode", "small", "batch", "many", "prompt", "window", "peers")
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Bench:
             drawn = step_seconds(runner, decode_batch(s.batch, s.context, None, how))
             self.add(f"… step with {name}", plain / drawn, "of plain", target=0.9)
 
-    def coded(self) -> None:
-        """Decode steps with weights in codes."""
+    def quantized(self) -> None:
+        """Decode steps with quantized weights."""
         from gpu_steps import decode_batch, runner_for, step_seconds
 
         from headway.kernels.triton.quantized import KINDS
@@ -406,6 +406,8 @@ class Bench:
         requests = s.many // 2
         with self.engine(s.big, requests, 2 * s.ask, 8192) as engine:
             runs = [generate(engine, self.prompts(requests, s.ask), greedy(s.ask)) for _ in range(s.repeats + 1)]
+        del engine  # with it go its weights and pages: the others need the memory
+        self.clear()
         whole = statistics.median(run.whole for run in runs[1:])
         self.add(whole_run(s, requests), requests * s.ask / whole, "tok/s")
         own = {row.work: row.value for row in self.rows}
@@ -425,8 +427,8 @@ def run(bench: Bench, sections: Sequence[str]) -> None:
     size = bench.size
     if "step" in sections and bench.device.type == "cuda":
         bench.steps()
-    if "coded" in sections and bench.device.type == "cuda":
-        bench.coded()
+    if "quantized" in sections and bench.device.type == "cuda":
+        bench.quantized()
     if "decode" in sections:
         bench.one(size.big, 4.1)
     if "small" in sections:

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import torch
 
-from headway.base.brle import Brle
-from headway.base.samplers import Sampling
+from headway.base.specs.brle import Brle
+from headway.base.specs.samplers import Sampling
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder
 from headway.runtime.batch import NO_POSITIONS, Batch, Segment
@@ -45,7 +45,7 @@ def decode_batch(rows: int, context: int, mask: Brle | None = None, how: Samplin
     )
     slots = tables[:, -1] * PAGE + context % PAGE
     tokens = np.random.default_rng(0).integers(0, 100, rows)
-    return Batch(tokens, where, np.arange(rows), slots, segments, ())
+    return Batch(tokens, where, np.arange(rows), slots, segments)
 
 
 def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
@@ -68,7 +68,7 @@ def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
 def step_seconds(runner: CudaRunner, batch: Batch, count: int = 20) -> float:
     """Seconds of the device for a step, samplers included: the median of replays of what was captured of it."""
     for _ in range(3):
-        runner.execute(batch)
+        runner.begin(batch).result()
     found = []
     for _ in range(count):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -87,6 +87,6 @@ def host_seconds(runner: CudaRunner, batch: Batch, count: int = 20) -> float:
     found = []
     for _ in range(count):
         begin = time.perf_counter()
-        runner.execute(batch)
+        runner.begin(batch).result()
         found.append(time.perf_counter() - begin)
     return statistics.median(found)

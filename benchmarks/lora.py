@@ -33,7 +33,7 @@ import torch
 from gpu_models import random_decoder
 
 import headway as hw
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.bench.models import SHAPES, find_shape, write_folder
 from headway.testing import random_adapter
 
@@ -149,7 +149,7 @@ def _assigned(adapters: list[hw.Adapter], count: int) -> list[hw.Adapter | None]
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return {name: value for name, value in options.items() if not isinstance(value, Path)}
 
 
 def _options() -> argparse.Namespace:

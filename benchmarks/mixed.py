@@ -43,11 +43,11 @@ import numpy as np
 import torch
 
 import headway as hw
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 
 RESULTS = Path(__file__).parent / "results"
 WARM = 2  # requests of every client before the window opens
-POLL = 0.02  # seconds between looks at the clock
+POLL = 0.1  # seconds between looks at the clock
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ class Clients:
         self.requests.append(request)
         async with self._engine.context() as ctx:
             async for step in ctx.fill(prompt).generate(sampler, max_tokens=length, stop_only=True):
-                request.times += [time.perf_counter()] * len(step.tokens)
+                for _ in step.tokens:
+                    request.times.append(time.perf_counter())
                 if self._over:
                     return
         if len(request.times) != length:

@@ -554,7 +554,7 @@ def _options() -> argparse.Namespace:
 def _about(options: argparse.Namespace, began: float) -> dict[str, Any]:
     import torch
 
-    from headway.base.machine import read_machine
+    from headway.base.system.machine import read_machine
 
     packages = ("headway", "torch", "transformers", "tokenizers", "sentence-transformers")
     return {

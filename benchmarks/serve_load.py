@@ -34,7 +34,7 @@ from typing import Any
 
 import h11
 
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.bench.http_client import Address, HttpClient, HttpResponse
 from headway.bench.load_generator import RequestResult
 from headway.bench.load_report import LatencyStats

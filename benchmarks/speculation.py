@@ -15,7 +15,7 @@
 - All but the story is greedy, to the same number of tokens, which must be the same tokens. Prompts are computed before
   the clock starts.
 - Beside it, where installed: transformers' `prompt_lookup_num_tokens` on the same prompts (its own weights in float32),
-  and llama.cpp's `llama-lookup` for a GGUF file; each as a ratio to itself without.
+  and with --llama the prompt lookup of llama-cpp-python for a GGUF file; each as a ratio to itself without.
 
 The table and the JSON go to benchmarks/results/.
 """
@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +40,7 @@ import numpy as np
 import torch
 
 import headway as hw
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.models.hub.store import resolve
 
 RESULTS = Path(__file__).parent / "results"
@@ -87,11 +85,11 @@ class Result:
 
 
 class Replay:
-    """Says recorded tokens again, each right with a probability."""
+    """Says recorded tokens again, each right with a probability; each copy errs elsewhere."""
 
-    def __init__(self, known: Sequence[int], right: float, vocab: int) -> None:
+    def __init__(self, known: Sequence[int], right: float, vocab: int, seed: int = 0) -> None:
         self._known, self._right, self._vocab = known, right, vocab
-        self._random = np.random.default_rng(0)
+        self._random = np.random.default_rng(seed)
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
         ahead = self._known[len(tokens) : len(tokens) + limit]
@@ -102,7 +100,7 @@ class Replay:
         """It knows them."""
 
     def copy(self) -> Replay:
-        return Replay(self._known, self._right, self._vocab)
+        return Replay(self._known, self._right, self._vocab, int(self._random.integers(1 << 31)))
 
 
 async def timed(
@@ -203,23 +201,20 @@ def of_transformers(name: str, options: Any) -> list[Result]:
 
 
 def of_llama(path: str, options: Any) -> list[Result]:
-    """llama.cpp's own tools, by the decoding speed that each prints."""
+    """llama.cpp on the same prompts, with the prompt lookup of llama-cpp-python, in a Python that has it."""
+    asked = {"texts": TEXTS, "tokens": options.tokens, "repeats": options.repeats}
+    asked["threads"] = options.threads or read_machine().usable_cores
+    worker = Path(__file__).parent / "peers" / "llama_lookup.py"
+    done = subprocess.run(
+        [options.llama, str(worker), path, json.dumps(asked)], stdout=subprocess.PIPE, text=True, check=True
+    )
     results = []
-    for text, words in TEXTS.items():
-        pairs = []
-        common = ["-m", path, "-p", words, "-n", str(options.tokens), "--temp", "0", "--ignore-eos"]
-        for _ in range(options.repeats):
-            plain = _speed(["llama-cli", *common, "-no-cnv"], r"eval time.*?([\d.]+) tokens per second")
-            pairs.append((plain, _speed(["llama-lookup", *common], r"speed: ([\d.]+) t/s\s*$")))
-        plain, drafted = (options.tokens / median(pair[i] for pair in pairs) for i in (0, 1))
-        ratio = median(d / p for p, d in pairs)
-        results.append(Result("llama.cpp", path, text, options.tokens, plain, drafted, ratio))
+    for text, found in json.loads(done.stdout.splitlines()[-1]).items():
+        pairs = found["pairs"]
+        plain, drafted = (median(pair[i] for pair in pairs) for i in (0, 1))
+        ratio = median(p / d for p, d in pairs)
+        results.append(Result("llama.cpp", path, text, options.tokens, plain, drafted, ratio, None, found["same"]))
     return results
-
-
-def _speed(command: list[str], pattern: str) -> float:
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(re.findall(pattern, done.stdout + done.stderr, re.MULTILINE)[-1])
 
 
 def table(results: Sequence[Result]) -> str:
@@ -242,7 +237,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256, help="tokens before a replay")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--against", default="transformers,llama", help="'' leaves other engines out")
+    parser.add_argument("--against", default="transformers", help="'' leaves it out")
+    parser.add_argument("--llama", help="a Python with llama-cpp-python, whose prompt lookup runs beside it")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -261,7 +257,7 @@ def main() -> int:
         path = str(resolve(name))
         if "transformers" in options.against:
             results += of_transformers(path, options)
-        if "llama" in options.against and shutil.which("llama-lookup") and path.endswith(".gguf"):
+        if options.llama is not None and path.endswith(".gguf"):
             results += of_llama(path, options)
     for shape in options.shape or ():
         results += of_shape(shape, options)

@@ -10,7 +10,7 @@ from rich.table import Table
 import headway as hw
 
 SYSTEM = "You answer in one short sentence."
-QUESTIONS = ["What is the capital of Italy?", "And of France?", "And of Spain?"]
+QUESTIONS = ["What is the capital of Italy?", "What about France?", "What about Spain?"]
 
 
 async def program(engine: hw.Engine) -> list[tuple[int, int]]:

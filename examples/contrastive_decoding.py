@@ -11,7 +11,7 @@ import numpy as np
 
 import headway as hw
 
-ALPHA, NEW_TOKENS = 0.1, 32
+ALPHA, NEW_TOKENS = 0.1, 48
 PROMPT = "A traveler asked the old woman about the road over the mountains. She said that"
 
 

@@ -5,7 +5,7 @@ The context is saved with its keys and values, so a new process reads the histor
 
 import headway as hw
 
-QUESTIONS = ["What is the capital of Italy?", "And of France?", "Which river flows through it?"]
+QUESTIONS = ["What is the capital of Italy?", "What about France?", "Which river flows through it?"]
 
 
 async def program(engine: hw.Engine, name: str = "example-conversation") -> tuple[int, int, str]:

@@ -21,13 +21,13 @@ async def program(engine: hw.Engine) -> list[str]:
         handle = fwd.probe(-1, LogitLens(layers, k=3))
         out = await fwd.execute()
     table = Table("after layer", "likeliest", "p", "", "then", title=f"{PROMPT} …")
-    favourites = []
+    favorites = []
     for layer, (ids, probs) in zip(layers, out.lens(handle)):
         best, *rest = (repr(engine.tokenizer.decode([token])) for token in ids)
         table.add_row(str(layer), best, f"{probs[0]:.1%}", "█" * round(10 * probs[0]), " ".join(rest))
-        favourites.append(engine.tokenizer.decode([ids[0]]))
+        favorites.append(engine.tokenizer.decode([ids[0]]))
     Console().print(table)
-    return favourites
+    return favorites
 
 
 if __name__ == "__main__":

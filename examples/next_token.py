@@ -9,7 +9,7 @@ PROMPTS = ["Kubernetes pods are scheduled by the", "The capital of France is", "
 
 
 async def program(engine: hw.Engine) -> dict[str, str]:
-    favourites = {}
+    favorites = {}
     for prompt in PROMPTS:
         async with engine.context() as ctx:
             ctx.fill(prompt)
@@ -22,8 +22,8 @@ async def program(engine: hw.Engine) -> dict[str, str]:
         for token, p in zip(ids, probs):
             table.add_row(repr(engine.tokenizer.decode([token])), f"{p:.1%}", "█" * round(40 * p))
         Console().print(table)
-        favourites[prompt] = engine.tokenizer.decode([ids[0]])
-    return favourites
+        favorites[prompt] = engine.tokenizer.decode([ids[0]])
+    return favorites
 
 
 if __name__ == "__main__":

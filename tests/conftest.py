@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
+
+from support.properties import load_profile
 
 if TYPE_CHECKING:
     import headway as hw
@@ -23,13 +26,20 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# No example of Hypothesis has a deadline: under load each takes many times as long.
+settings.register_profile("headway", deadline=None)
+settings.load_profile("headway")
+
+# What is imported stays: nothing is looked through for garbage until all tests are collected.
+gc.disable()
+
 # A shell that starts this run in the background has it ignore ctrl-C, which every program started here would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files with few tests, each of which takes long: processes, models of other kinds, browsers, pages of the docs.
-LONG = ("tests/test_", "tests/examples/", "tests/server/", "tests/pipelines/", "tests/cli/")
+# Files with few tests, each of which takes long: processes, models of other kinds, browsers, pages of the docs, Ray.
+LONG = ("tests/test_", "tests/cluster/", "tests/examples/", "tests/server/", "tests/pipelines/", "tests/cli/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,6 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Thousands of tests are not looked through for garbage again and again: that takes half a second each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -46,6 +57,11 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """What is left is cleared away at the end as ever."""
     gc.unfreeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried with fewer examples, unless `--hypothesis-profile` says otherwise."""
+    load_profile(config.getoption("--hypothesis-profile"))
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +77,7 @@ def smollm2(smollm2_path: Path) -> Iterator[hw.Engine]:
     """An engine on the default model, shared by every test that only adds contexts of its own."""
     import headway as hw
 
-    with hw.Engine("smollm2", pages=1024, threads=2) as engine:
+    with hw.Engine("smollm2", pages=1024, threads=1) as engine:
         yield engine
 
 
@@ -70,5 +86,15 @@ def smollm2_float(smollm2_path: Path) -> Iterator[hw.Engine]:
     """The same with its weights and rows as floats: what others compute from that file, to float32 rounding."""
     import headway as hw
 
-    with hw.Engine("smollm2", dtype="float32", pages=256, threads=2) as engine:
+    with hw.Engine("smollm2", dtype="float32", pages=256, threads=1) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def guest() -> Path:
+    """The machine code of the sandbox's guest; built and compiled once, kept in build/ and in the cache."""
+    from headway.sandbox.artifact import BUILT, compiled_guest
+    from headway.sandbox.build import build
+
+    build(BUILT.parent)
+    return compiled_guest()

@@ -24,7 +24,9 @@ from cpu_files import CannotWrite, Files, weight_bytes  # noqa: E402
 from cpu_plan import Entry, Rival, Work, plan, quick  # noqa: E402
 from cpu_report import Measured, Outcome, table  # noqa: E402
 from cpu_runner import Command, PeerFailed, Runner  # noqa: E402
+from large_bodies import Gaps  # noqa: E402
 from mixed import Request, Window, summarize  # noqa: E402
+from scale import report, write  # noqa: E402
 
 
 def _benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -53,6 +55,80 @@ def test_concurrency_measures_every_section_and_describes_the_machine(tmp_path: 
     assert disturbed["prompt seconds"] > 0
     table = (tmp_path / "concurrency.txt").read_text()
     assert all(section in table for section in found)
+
+
+def test_the_text_about_clusters_is_what_its_numbers_say() -> None:
+    results = ROOT / "benchmarks/results"
+    assert (results / "scale.txt").read_text() == report(results)
+
+
+def test_times_of_a_busy_machine_are_not_written(tmp_path: Path) -> None:
+    rows = [{"rule": "warm", "computed": 7, "hit_rate": 0.5, "seconds": 3.0}]
+    for load, seconds in ((0.4, 3.0), (6.0, None)):
+        write("routing", rows, {"replicas": 4, "count": 8, "turns": 4}, load, tmp_path)
+        assert json.loads((tmp_path / "scale-routing.json").read_text())["routing"] == [{**rows[0], "seconds": seconds}]
+
+
+@pytest.mark.slow
+def test_large_bodies_are_measured_beside_a_stream(tmp_path: Path, smollm2_path: Path) -> None:
+    few = ("--bytes", "100000", "--posts", "1", "--tokens", "60", "--limit", "1e9", "--out", str(tmp_path))
+    done = _benchmark("large_bodies.py", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "large_bodies.json").read_text())
+    assert {row["kind"]: row["statuses"] for row in found["rows"]} == {
+        "one long prompt": [400],
+        "a list of ids": [400],
+        "a long chat": [400],
+        "text to tokenize": [200],
+        "broken JSON": [400],
+        "an unknown field": [400],
+    }
+    assert all(row["beside"]["count"] and row["alone"]["longest"] > 0 for row in found["rows"])
+    assert "no stall is longer than 1e+09 ms" in (tmp_path / "large_bodies.txt").read_text()
+
+
+def test_gaps_between_two_completions_do_not_count() -> None:
+    nan = float("nan")
+    found = Gaps.of([nan, 1.0, 1.01, 1.03, nan, 9.0, 9.01])
+    assert (found.count, round(found.median), round(found.longest)) == (3, 10, 20)
+
+
+@pytest.mark.slow
+def test_servers_are_measured_as_their_clients_see_them(tmp_path: Path, smollm2_path: Path) -> None:
+    few = ("--requests", "2", "--clients", "1,2", "--tokens", "4", "--words", "4", "--rounds", "1", "--threads", "1")
+    done = _benchmark("serve_peers.py", str(smollm2_path), *few, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "serve_peers.json").read_text())["results"]
+    assert [(row["server"], row["clients"]) for row in rows] == [("headway", 1), ("headway", 2)]
+    assert all(row[name] > 0 for row in rows for name in ("tokens/s", "first token ms", "between tokens ms"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("guest")
+def test_programs_are_measured_in_every_way_and_give_the_same_tokens(tmp_path: Path) -> None:
+    sizes = ("--tokens", "4", "--calls", "2", "--rounds", "1", "--delay", "5", "--threads", "1")
+    done = _benchmark("programs.py", *sizes, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "programs.json").read_text())
+    assert data["about"]["machine"]["cpu"]
+    near, far = data["results"].values()
+    assert list(near) == ["in process", "sandbox", "Unix socket", "WebSocket", "HTTP"]
+    assert list(far) == ["sandbox", "WebSocket", "HTTP"]
+    assert all(figure > 0 for found in (near, far) for way in found.values() for figure in way.values())
+    table = (tmp_path / "programs.txt").read_text()
+    assert all(name in table for name in near)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_counts_the_bytes_of_its_formula(tmp_path: Path) -> None:
+    done = _benchmark("tensor_parallel.py", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "tensor_parallel.json").read_text())
+    assert [row["rows"] for row in data["bytes"]] == [1, 16]
+    assert all(row["us"] > 0 for row in data["gloo"])
+    (row,) = [r for r in data["nvlink"] if (r["model"], r["devices"], r["rows"]) == ("Llama-3-70B", 8, 2048)]
+    assert row["MiB a link and step"] == 161 * 32 * 2 * 7 / 8  # as docs/tensor-parallel.md says
+    assert "NVLink, worked out" in (tmp_path / "tensor_parallel.txt").read_text()
 
 
 def test_an_unknown_engine_is_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,12 @@ def test_no_module_but_config_reads_the_environment() -> None:
         if "os.environ" in (text := path.read_text()) or "os.getenv" in text
     }
     assert readers <= {"base/config.py"}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    names = Counter(
+        name
+        for path in (ROOT / "src/headway").rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    )
+    assert [name for name, count in names.items() if count > 1] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -13,8 +14,11 @@ import tarfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from headway.kernels.native.library import ISAS, available_isas, open_library
 
 ROOT = Path(__file__).parents[1]
 NATIVE = "headway/kernels/native"
@@ -87,7 +91,7 @@ def test_the_native_build_can_be_turned_off(hook: ModuleType, tmp_path: Path) ->
     found = {"PATH": str(tmp_path)}
     assert hook.Toolchain.detect(found, "x86_64") is not None
     assert hook.Toolchain.detect(found | {"HEADWAY_NATIVE_BUILD": "off"}, "x86_64") is None
-    with pytest.raises(hook.BuildError, match=r"'no'.*auto or off"):
+    with pytest.raises(hook.BuildError, match=r"'no'.*auto, all or off"):
         hook.Toolchain.detect(found | {"HEADWAY_NATIVE_BUILD": "no"}, "x86_64")
 
 
@@ -105,7 +109,7 @@ def test_a_compiler_that_cannot_compile_counts_as_none(hook: ModuleType, tmp_pat
 
 def test_every_instruction_set_is_compiled_and_the_plain_one_is_linked_first(hook: ModuleType) -> None:
     sources = hook.native_sources(ROOT)
-    units = hook.units(sources, x86=True)
+    units = hook.units(sources, tools_for(hook, x86=True))
     assert units[0].name == "hw_plain"
     assert not [flag for flag in units[0].flags if flag.startswith("-m")]
     steps = [unit for unit in units if unit.source == "step.cpp"]
@@ -118,12 +122,37 @@ def test_every_instruction_set_is_compiled_and_the_plain_one_is_linked_first(hoo
     assert {unit.source for unit in units} == {source.name for source in sources if source.suffix == ".cpp"}
 
 
+def tools_for(hook: ModuleType, **kind: bool) -> Any:
+    return hook.Toolchain(("c++",), (), **kind)
+
+
+def test_an_installation_compiles_the_machines_best_set_and_the_plain_one(hook: ModuleType) -> None:
+    sources = hook.native_sources(ROOT)
+    units = hook.units(sources, tools_for(hook, x86=True)._replace(level=3))
+    steps = [unit for unit in units if unit.source == "step.cpp"]
+    assert [unit.name for unit in steps] == ["hw_plain", "hw_vnni"]
+    assert steps[0].flags[-1] == "-O1"
+    assert "-DHW_SETS=9" in next(unit.flags for unit in units if unit.source == "api.cpp")
+    (alone,) = [u for u in hook.units(sources, tools_for(hook, x86=True)._replace(level=0)) if u.source == "step.cpp"]
+    assert "-O1" not in alone.flags
+
+
+def test_the_machine_is_asked_for_its_best_set(hook: ModuleType, tmp_path: Path) -> None:
+    tools = hook.Toolchain.detect(os.environ, platform.machine())
+    if tools is None or open_library().calls is None:
+        pytest.skip("there is no compiler here")
+    asked = tools.for_this_machine(ROOT)
+    assert ISAS[asked.level] == available_isas()[-1]
+    broken = tools._replace(command=(str(program(tmp_path / "broken", "exit 1")),))
+    assert broken.for_this_machine(ROOT).level is None
+
+
 def test_arm_gets_neon_with_dotprod_and_with_i8mm(hook: ModuleType, tmp_path: Path) -> None:
     program(tmp_path / "c++", "")
     for machine in ("aarch64", "arm64"):
         tools = hook.Toolchain.detect({"PATH": str(tmp_path)}, machine)
         assert (tools.x86, tools.arm) == (False, True)
-    units = hook.units(hook.native_sources(ROOT), x86=False, arm=True)
+    units = hook.units(hook.native_sources(ROOT), tools_for(hook, arm=True))
     steps = {unit.name: unit.flags for unit in units if unit.source == "step.cpp"}
     assert list(steps) == ["hw_plain", "hw_neon", "hw_i8mm"] == [units[0].name, *list(steps)[1:]]
     assert not [flag for flag in steps["hw_plain"] if flag.startswith(("-m", "-DHW_NEON"))]
@@ -135,7 +164,7 @@ def test_other_machines_get_the_plain_set_alone(hook: ModuleType, tmp_path: Path
     program(tmp_path / "c++", "")
     assert hook.Toolchain.detect({"PATH": str(tmp_path)}, "AMD64").x86
     assert not any(hook.Toolchain.detect({"PATH": str(tmp_path)}, "riscv64")[3:])
-    units = hook.units(hook.native_sources(ROOT), x86=False)
+    units = hook.units(hook.native_sources(ROOT), tools_for(hook))
     assert [unit.name for unit in units if unit.source == "step.cpp"] == ["hw_plain"]
     assert not [flag for unit in units for flag in unit.flags if flag.startswith("-m") or flag == "-DHW_X86"]
 
@@ -159,7 +188,7 @@ def test_nothing_is_compiled_twice_and_a_changed_source_is(hook: ModuleType, tmp
         assert (root / hook.LIBRARY).exists()
         return sum(" -c " in f" {line} " for line in told.read_text().splitlines())
 
-    everything = len(hook.units(hook.native_sources(root), x86=True))
+    everything = len(hook.units(hook.native_sources(root), tools))
     assert compiled() == everything
     assert compiled() == 0
     (root / hook.LIBRARY).unlink()

@@ -19,7 +19,7 @@ import pytest
 
 from support.forked import forked
 from support.live import Live, live
-from support.pages import check_lm_eval, check_pipeline, check_serve, check_top
+from support.pages import check_batch, check_lm_eval, check_pipeline, check_serve, check_top
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -32,8 +32,11 @@ SERVED = "http://127.0.0.1:8000"  # in the pages; a server of the tests stands i
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 # Runs a page's snippets in one namespace, as a reader would type them; prints what each of them printed, as JSON.
+# It has one core, and so one thread: beside other workers the threads of a step wait for each other most of the time.
 RUNNER = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, random, sys
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
 names, printed = {"__name__": "__main__"}, []
 for line, code in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -90,9 +93,18 @@ def served(smollm2_path: Path) -> Iterator[Live]:
         yield server
 
 
-def at_server(text: str, request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module")
+def running_programs(smollm2_path: Path, guest: Path) -> Iterator[Live]:
+    """What `headway serve --allow-programs` serves."""
+    import headway as hw
+
+    with live(hw.Engine("smollm2", pages=256, threads=1), programs="sandbox") as server:
+        yield server
+
+
+def at_server(text: str, request: pytest.FixtureRequest, server: str = "served") -> str:
     """Text with the address of a server that is there, if it has one at all."""
-    return text.replace(SERVED, request.getfixturevalue("served").url) if SERVED in text else text
+    return text.replace(SERVED, request.getfixturevalue(server).url) if SERVED in text else text
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if with_output(p)], ids=name)
@@ -132,7 +144,10 @@ def assert_alike(printed: str, shown: str, where: str) -> None:
     ("page", "command"), [pytest.param(p, c, id=f"{name(p)}: {c}") for p in PAGES for c in dict.fromkeys(commands(p))]
 )
 def test_commands_run(page: Path, command: str, smollm2_path: Path, request: pytest.FixtureRequest) -> None:
-    match shlex.split(at_server(command, request)):
+    if command.startswith("headway program"):
+        request.getfixturevalue("guest")
+    server = "running_programs" if page.name == "programs.md" else "served"
+    match shlex.split(at_server(command, request, server)):
         case ["make", *arguments]:
             _run("make", "-n", *arguments)
         case ["headway", "serve", *arguments]:
@@ -141,6 +156,8 @@ def test_commands_run(page: Path, command: str, smollm2_path: Path, request: pyt
             _run(*forked("-m", "headway.cli.main", "lab", *arguments, "--help"))
         case ["headway", "pipeline", *arguments]:
             check_pipeline(arguments)
+        case ["headway", "batch", *arguments]:
+            check_batch(arguments)
         case ["headway", "top", "--url", url]:
             check_top(url)
         case ["curl", *arguments]:
@@ -249,7 +266,10 @@ class Made:
 
     def _script(self, kind: str, body: str = "") -> Path:
         path = self.folder / kind
-        path.write_text(f'#!/bin/bash\n{body}\nprintf "%s|" "$@" >>{self.folder}/asked\necho >>{self.folder}/asked\n')
+        # In one write: the library is built in the background, and asks at the same time.
+        path.write_text(
+            f'#!/bin/bash\n{body}\nline=$(printf "%s|" "$@")\nprintf "%s\\n" "$line" >>{self.folder}/asked\n'
+        )
         path.chmod(0o755)
         return path
 
@@ -258,7 +278,7 @@ def test_make_run_installs_once_and_passes_the_prompt_as_it_is(made: Made) -> No
     prompt = """What's "$HOME" `and` $(shell echo) -- 5 < 6; ?"""
     assert made("run", f"PROMPT={prompt}").returncode == 0
     assert [line for line in made.asked if "|install|" in line] == [
-        "-m|pip|--disable-pip-version-check|install|-c|constraints.txt|-e|.|"
+        "-m|pip|--disable-pip-version-check|install|--no-compile|-c|constraints.txt|-e|.|"
     ]
     assert made.asked[-1] == f"-m|headway.cli.main|run|--|{prompt}|"
     before = len(made.asked)
@@ -268,7 +288,7 @@ def test_make_run_installs_once_and_passes_the_prompt_as_it_is(made: Made) -> No
 
 def test_make_test_installs_the_test_extra_and_runs_the_suite(made: Made) -> None:
     assert made("test").returncode == 0
-    assert any(line.endswith("install|-c|constraints.txt|-e|.[test]|") for line in made.asked)
+    assert any(line.endswith("install|--no-compile|-c|constraints.txt|-e|.[test]|") for line in made.asked)
     assert made.asked[-1].startswith("-m|pytest|-n|")
 
 

@@ -12,7 +12,7 @@ import headway as hw
 from headway.base.events import StepEvent
 from headway.models.capabilities import Capabilities
 from headway.program.engine import EngineStats
-from headway.program.loaded_model import EngineInfo
+from headway.program.model.loaded import EngineInfo
 from headway.runtime.passes import PassStats
 from headway.runtime.profile import Profile
 
@@ -44,8 +44,9 @@ PARTS: list[type] = [
 
 
 def fields(kind: type) -> set[str]:
-    """The public fields of a dataclass and the properties of any class."""
+    """The public fields of a dataclass or a named tuple, and the properties of any class."""
     own = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    own += getattr(kind, "_fields", ())
     properties = [name for name, value in vars(kind).items() if isinstance(value, property)]
     return {name for name in (*own, *properties, *SET_IN_INIT.get(kind, ())) if not name.startswith("_")}
 

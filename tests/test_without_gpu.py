@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT = """
 import sys
 sys.modules["triton"] = None  # importing it fails, and looking for it finds nothing
@@ -15,7 +17,10 @@ EVERYTHING = """
 import pkgutil, importlib, headway
 names = [m.name for m in pkgutil.walk_packages(headway.__path__, "headway.")]
 names = [name for name in names if not name.endswith(("__main__", "._headway"))]
-needs_triton = ("headway.kernels.triton.", "headway.runtime.runners.cuda.", "headway.models.quantized.cuda")
+needs_triton = (
+    "headway.kernels.triton.", "headway.runtime.runners.cuda.", "headway.runtime.runners.parallel.cuda",
+    "headway.models.quantized.cuda",
+)
 failed = []
 for name in names:
     try:
@@ -42,43 +47,63 @@ except hw.Unsupported as error:
 """
 
 
-def python(program: str, **env: str) -> str:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | env
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_every_module_but_its_kernels_imports_without_triton() -> None:
-    assert python(WITHOUT + EVERYTHING) == "[] True"
-
-
-def test_an_engine_runs_on_the_cpu_and_says_that_there_is_no_gpu() -> None:
-    assert python(WITHOUT + ENGINE) == "device 'cuda' was asked for and this machine has 0 CUDA devices; use cpu"
-
-
-def test_asking_for_triton_says_how_to_get_it() -> None:
-    program = """
+ASKED = """
+import os
 import headway as hw
 from headway.testing import random_model
+os.environ["HEADWAY_NATIVE"] = "triton"
 try:
     hw.Engine(random_model(), pages=8)
 except hw.Unsupported as error:
     print(error)
+finally:
+    del os.environ["HEADWAY_NATIVE"]
 """
-    told = python(WITHOUT + program, HEADWAY_NATIVE="triton")
-    assert told.startswith("HEADWAY_NATIVE asks for Triton kernels, and the package triton is not installed")
-    assert "pip install triton" in told
-
-
-def test_the_doctor_says_what_is_missing_for_a_gpu() -> None:
-    program = """
+DOCTOR = """
 from headway.cli.main import dispatch
 dispatch(["doctor", "--json", "--threads", "1"])
 print("for people:")
 dispatch(["doctor", "--threads", "1"])
 """
-    shown, text = python(WITHOUT + program).split("for people:")
+PROGRAMS = {"engine": ENGINE, "asked": ASKED, "doctor": DOCTOR, "everything": EVERYTHING}
+# One process runs them all, each in a namespace of its own, and prints what each of them printed, as JSON.
+RUNNER = """
+import contextlib, io, json
+printed = {}
+for name, program in json.load(sys.stdin).items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(program, name, "exec"), {"__name__": "__main__"})
+    printed[name] = out.getvalue().strip()
+print(json.dumps(printed))
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What each of the programs prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "HEADWAY_NATIVE"} | {"CUDA_VISIBLE_DEVICES": ""}
+    command, given = [sys.executable, "-c", WITHOUT + RUNNER], json.dumps(PROGRAMS)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_module_but_its_kernels_imports_without_triton(printed: dict[str, str]) -> None:
+    assert printed["everything"] == "[] True"
+
+
+def test_an_engine_runs_on_the_cpu_and_says_that_there_is_no_gpu(printed: dict[str, str]) -> None:
+    assert printed["engine"] == "device 'cuda' was asked for and this machine has 0 CUDA devices; use cpu"
+
+
+def test_asking_for_triton_says_how_to_get_it(printed: dict[str, str]) -> None:
+    told = printed["asked"]
+    assert told.startswith("HEADWAY_NATIVE asks for Triton kernels, and the package triton is not installed")
+    assert "pip install triton" in told
+
+
+def test_the_doctor_says_what_is_missing_for_a_gpu(printed: dict[str, str]) -> None:
+    shown, text = printed["doctor"].split("for people:")
     report = json.loads(shown)
     assert report["cuda"] == []
     assert "CUDA" in report["gpu"]["missing"]

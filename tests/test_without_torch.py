@@ -16,6 +16,7 @@ from headway.kernels.native.library import open_library
 from support import without_torch
 from support.gguf_files import write_gguf
 from support.hf import random_hf, save_hf
+from support.hf_families import family_model
 from support.lora import save_lora, with_lora
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
@@ -62,6 +63,21 @@ def test_tokens_probes_masks_snapshots_beams_and_adapters_are_those_of_torch(
     reference = without_torch.run(str(path), adapter, str(tmp_path / "two"))
     assert reference["runner"] == "torch"
     assert_same(here, reference, rtol=1e-5)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-v2", "llama4", "lfm2", "granite-hybrid")]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next", *SLOW])
+def test_latent_and_recurrent_layers_need_no_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_hf(tmp_path / "model", family_model(name)[1])
+    here = without(folder, "", tmp_path / "one")
+    assert here["runner"].startswith("native")
+    monkeypatch.setenv("HEADWAY_NATIVE", "off")
+    reference = without_torch.run(str(folder), "", str(tmp_path / "two"))
+    assert (reference["runner"], reference["greedy"]) == ("torch", here["greedy"])
+    for ours, theirs in zip(here["probes"], reference["probes"], strict=True):
+        np.testing.assert_allclose(_flat(ours), _flat(theirs), rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])

@@ -21,8 +21,8 @@ from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from headway.base.extras import explain_missing
-from headway.base.gc_paused import gc_paused
+from headway.base.system.extras import explain_missing
+from headway.base.system.gc_paused import gc_paused
 from headway.base.version import VERSION
 
 __version__ = VERSION

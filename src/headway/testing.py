@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported
-from headway.base.extras import explain_missing
-from headway.base.probes import Logits
 from headway.base.rng import uniform
-from headway.base.samplers import Sampling
+from headway.base.specs.probes import Logits
+from headway.base.specs.samplers import Sampling
+from headway.base.system.extras import explain_missing
 from headway.kernels.host.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter, head_shape, target_shapes
 from headway.models.adapters.low_rank import HEAD, ROLES, Target
 from headway.models.config import ModelConfig
+from headway.models.description import Description, Recurrence
 from headway.models.families import FAMILIES
 from headway.program.engine import Engine
 from headway.runtime.adapters import DeviceWeights
@@ -67,8 +68,8 @@ def random_model(
 
 def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
     """The small config that `random_model` uses."""
-    found = next((f for f in FAMILIES if f.name == family), None)
-    if found is None or found.describe is not None:
+    entry = next((f for f in FAMILIES if f.name == family), None)
+    if entry is None or entry.describe is not None:
         plain = ", ".join(f.name for f in FAMILIES if f.describe is None)
         raise InvalidInput(f"family {family!r} is not known here; it must be one with Llama's layers: {plain}")
     known = {f.name for f in fields(ModelConfig)}
@@ -89,11 +90,11 @@ def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
         "norm_eps": 1e-5,
         "rope": Rope(head_dim),
         "tied": False,
-        "qkv_bias": found.qkv_bias is True,
-        "o_bias": found.o_bias is True,
-        "mlp_bias": found.mlp_bias is True,
-        "qk_norm": found.qk_norm,
-        "windows": (WINDOW if found.window == "all" else None,) * layers,
+        "qkv_bias": entry.qkv_bias is True,
+        "o_bias": entry.o_bias is True,
+        "mlp_bias": entry.mlp_bias is True,
+        "qk_norm": entry.qk_norm,
+        "windows": (WINDOW if entry.window == "all" else None,) * layers,
     }
     config = ModelConfig(**(defaults | overrides))
     if len(config.windows) != config.layers:
@@ -174,10 +175,24 @@ def _layer(c: ModelConfig, draw: _RandomTensors) -> DecoderLayer:
     )
 
 
-def scripted_engine(*, vocab_size: int = 97, max_positions: int = 1 << 20, **options: Any) -> Engine:
-    """An engine with a `ScriptedRunner`, whose passes cost almost nothing; options are those of `Engine`."""
+def scripted_model(
+    *, vocab_size: int = 97, max_positions: int = 1 << 20, recurrence: Recurrence | None = None
+) -> Decoder:
+    """The model of an engine with a `ScriptedRunner`. With a `recurrence` its results depend on recurrent state too, of
+    the size that this says."""
     config: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
     model = random_model(vocab_size=vocab_size, max_positions=max_positions, intermediate_size=1, **config)
+    if recurrence is None:
+        return model
+    description = Description(recurrence=recurrence, recurrent_layers=frozenset((0,)), both=True)
+    return replace(model, config=replace(model.config, description=description))
+
+
+def scripted_engine(
+    *, vocab_size: int = 97, max_positions: int = 1 << 20, recurrence: Recurrence | None = None, **options: Any
+) -> Engine:
+    """An engine with a `ScriptedRunner`, whose passes cost almost nothing; options are those of `Engine`."""
+    model = scripted_model(vocab_size=vocab_size, max_positions=max_positions, recurrence=recurrence)
     options.setdefault("threads", 1)
     runner = ScriptedRunner(vocab_size, options.setdefault("page_size", 16))
     return Engine(model, runner=runner, **options)
@@ -188,12 +203,14 @@ class ScriptedRunner:
 
     A slot holds two numbers: a hash of its token and position, and a hash of that and of the first numbers of all slots
     it attends to. A row's result is a hash of the second numbers it attends to. So a wrong page, slot, position or mask
-    anywhere changes the token, as with a real model; `scripted_result` computes the expected one.
+    anywhere changes the token, as with a real model; `scripted_result` computes the expected one. Recurrent state is a
+    hash of all tokens in order, and then part of the result.
     """
 
     def __init__(self, vocab_size: int, page_size: int) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
         self._pages: dict[int, np.ndarray] = {}  # page → [2, page_size]
+        self._states: dict[int, int] = {0: 0}  # place → recurrent state
 
     overlaps = False
     decode_limit = DECODE_LIMIT
@@ -228,7 +245,22 @@ class ScriptedRunner:
         self._write(1, rows, second, written)
         seen = self._read(1, segment)
         results = {r: _hash(b, _sum(seen, slots, m)) for r, b, m in zip(rows, second, mask, strict=True)}
+        if segment.states is not None:
+            tokens = [int(batch.tokens[r]) for r in rows]
+            states = self._recur(tokens, segment.states.source, dict(segment.states.saves))
+            results = {r: _hash(results[r], state) for r, state in zip(rows, states, strict=True)}
         return SegmentResult(self._values(segment, batch, results), results[rows[-1]] if segment.keep_last else None)
+
+    def _recur(self, tokens: Sequence[int], source: int, saves: Mapping[int, int]) -> list[int]:
+        """The recurrent state after each token, kept at the places in `saves` after so many."""
+        outputs, state = [], self._states[source]
+        for count, token in enumerate(tokens, 1):
+            state = _hash(state, token * 5 + 2)
+            outputs.append(state)
+            if count in saves:
+                self._states[saves[count]] = state
+        assert len(tokens) in saves, "the state after the last row is kept"
+        return outputs
 
     def _values(self, segment: Segment, batch: Batch, results: dict[int, int]) -> dict[int, object]:
         values = {}
@@ -278,8 +310,8 @@ class ScriptedRunner:
             case Gather(pages, places, target, start, _, shift):
                 if shift:
                     raise Unsupported("the scripted runner has no keys to rotate; append pages without a shift")
-                found = [self._page(page)[:, place].copy() for page, place in zip(pages, places, strict=True)]
-                self._page(target)[:, start : start + len(found)] = np.stack(found, 1)
+                moved = [self._page(page)[:, place].copy() for page, place in zip(pages, places, strict=True)]
+                self._page(target)[:, start : start + len(moved)] = np.stack(moved, 1)
             case Export(pages, target):
                 target.data = [self._page(p).copy() for p in pages]
             case Import(source, places, pages):
@@ -288,12 +320,18 @@ class ScriptedRunner:
                     self._page(page)[:] = source.data[place]
 
 
-def scripted_result(tokens: Any, positions: Any, attend: np.ndarray, row: int) -> int:
+def scripted_result(tokens: Any, positions: Any, attend: np.ndarray, row: int, *, recurrent: bool = False) -> int:
     """The expected result of a row of a whole sequence; attend [n, n] is its attention mask."""
     slots = np.arange(len(tokens))
     first = np.array([_hash(int(t) * 3 + 1, int(p)) for t, p in zip(tokens, positions, strict=True)], np.uint64)
     second = np.array([_hash(int(a), _sum(first, slots, m)) for a, m in zip(first, attend, strict=True)], np.uint64)
-    return _hash(int(second[row]), _sum(second, slots, attend[row]))
+    result = _hash(int(second[row]), _sum(second, slots, attend[row]))
+    if not recurrent:
+        return result
+    state = 0
+    for token in tokens[: row + 1]:
+        state = _hash(state, int(token) * 5 + 2)
+    return _hash(result, state)
 
 
 @contextmanager

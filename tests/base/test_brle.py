@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.base.brle import Brle
 from headway.base.errors import HeadwayError, InvalidInput, InvalidMask, WrongType
+from headway.base.specs.brle import Brle
 
 bits = st.lists(st.booleans(), max_size=40).map(lambda values: np.array(values, dtype=bool))
 chunky = st.lists(st.integers(0, 20), max_size=8)  # run lengths, zero-length ones among them
@@ -98,8 +98,8 @@ def test_ones_zeros_span_and_nothing():
     assert Brle.ones(3).runs == (0, 3)
     assert Brle.zeros(3).runs == (3,)
     assert Brle.ones(0) == Brle.zeros(0) == Brle.from_bool([]) == ~Brle.ones(0) == Brle()
-    assert Brle.span(5, 1, 3).runs == (1, 2, 2)
-    assert Brle.span(5, 0, 5) == Brle.ones(5)
+    assert Brle._span(5, 1, 3).runs == (1, 2, 2)
+    assert Brle._span(5, 0, 5) == Brle.ones(5)
     assert not Brle().any()
     assert Brle().all()
 
@@ -173,6 +173,6 @@ def test_it_survives_pickling():
 def test_a_vector_may_have_a_trillion_bits():
     far = 10**12
     brle = Brle.from_intervals(far, [(5, 10), (far - 7, far)])
-    assert (brle & ~Brle.span(far, 6, far - 3)).count() == 1 + 3
+    assert (brle & ~Brle._span(far, 6, far - 3)).count() == 1 + 3
     assert brle[far - 9 : far].runs == (2, 7)
     assert not brle.any(10, far - 7)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.base.brle import Brle
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken, WrongType
-from headway.base.masks import Mask, check_rows, logit_mask
+from headway.base.specs.brle import Brle
+from headway.base.specs.masks import Mask, check_rows, logit_mask
+from support.properties import examples
 
 firsts = st.integers(0, 20)
 counts = st.integers(0, 9)
@@ -81,7 +82,7 @@ def expressions(draw, depth=3):
     return mask | other, lambda slot, total: [a or b for a, b in both(slot, total)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(expressions(), firsts, counts)
 def test_symbolic_masks_and_their_combinations_equal_the_dense_rule_cut_by_causality(pair, first, rows):
     mask, rule = pair

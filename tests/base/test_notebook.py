@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import headway as hw
-from headway.base import notebook
-from headway.base.notebook import NotebookBar, in_notebook, working_in_notebook
+from headway.base.system import notebook
+from headway.base.system.notebook import NotebookBar, in_notebook, working_in_notebook
 from support.hf import random_hf, save_hf
 
 LAYERS = 3
@@ -118,7 +118,7 @@ def test_a_real_notebook_has_the_bar(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
     path = saved(tmp_path)
     code = (
-        "import headway as hw, headway.base.notebook as n\n"
+        "import headway as hw, headway.base.system.notebook as n\n"
         "n.QUICK_SECONDS = n.UPDATE_SECONDS = 0.0\n"
         f"hw.Engine({str(path)!r}, pages=8).close()"
     )

@@ -13,8 +13,18 @@ from scipy import stats
 
 from headway.base import rng
 from headway.base.errors import HeadwayError, InvalidInput, InvalidToken, WrongType
-from headway.base.probes import AttentionScores, Distribution, Entropy, Hidden, LogitLens, Logits, Logprob, Logprobs
-from headway.base.samplers import (
+from headway.base.specs.logits_rules import LogitsRuleValues
+from headway.base.specs.probes import (
+    AttentionScores,
+    Distribution,
+    Entropy,
+    Hidden,
+    LogitLens,
+    Logits,
+    Logprob,
+    Logprobs,
+)
+from headway.base.specs.samplers import (
     Argmax,
     MinP,
     Multinomial,
@@ -63,8 +73,11 @@ def test_numbers_of_every_kind_are_kept_as_pythons_own():
     )
     assert (how.temperature, how.top_k, how.top_p, how.min_p) == (0.5, 4, 0.5, 0.25)
     assert how.seed == 2**64 - 1
-    kinds = [type(getattr(how, field.name)) for field in dataclasses.fields(how)]
-    assert kinds == [float, int, float, float, float, float, float, float, tuple, int, float, float]
+    kinds = {field.name: type(getattr(how, field.name)) for field in dataclasses.fields(how)}
+    integers = ("top_k", "seed", "dry_allowed_length", "dry_penalty_last_n", "mirostat")
+    tuples = ("logit_bias", "dry_sequence_breakers")
+    named = dict.fromkeys(integers, int) | dict.fromkeys(tuples, tuple)
+    assert kinds == {name: named.get(name, float) for name in kinds}
 
 
 def test_a_bias_is_kept_sorted_and_survives_replace():
@@ -254,3 +267,7 @@ def test_fresh_seeds_differ_and_are_seeds():
     seeds = {rng.fresh_seed() for _ in range(64)}
     assert len(seeds) == 64
     assert all(Multinomial(seed=seed).seed == seed for seed in seeds)
+
+
+def test_the_defaults_of_a_sampler_are_those_of_the_rules() -> None:
+    assert Sampling().rules == LogitsRuleValues()

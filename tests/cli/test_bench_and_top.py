@@ -12,6 +12,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from headway.base.errors import InvalidInput
 from headway.bench.overhead import STEPS, GapTimer, Overhead
 from headway.cli import top
 from headway.program.engine import engines
@@ -49,6 +50,7 @@ def script(tmp_path: Path) -> Path:
 # -- bench -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_overhead_prints_a_line_for_every_number_of_rows(headway: Run) -> None:
     done = headway("bench", "overhead", "--rows", "1,3")
     assert done.returncode == 0, done.stderr
@@ -84,21 +86,26 @@ def test_the_allowance_is_a_part_for_the_step_and_one_for_each_row() -> None:
 
 
 def test_the_stop_watch_counts_what_lies_between_steps_and_not_the_edits() -> None:
+    took = []
+
     class Slow(ScriptedRunner):
         def execute(self, batch):  # type: ignore[no-untyped-def]
             return []
 
         def edit(self, edits):  # type: ignore[no-untyped-def]
+            began = time.perf_counter()
             time.sleep(0.05)
+            took.append(time.perf_counter() - began)
 
     step = pack([])
     watch = GapTimer(Slow(97, 16), 0, 0.0, lambda step: None)
+    began = time.perf_counter()
     watch.begin(step).result()
     time.sleep(0.02)
     watch.edit(())
     watch.begin(step).result()
     (gap,) = watch.gaps
-    assert 0.02 <= gap < 0.05
+    assert 0.02 <= gap <= time.perf_counter() - began - took[0]  # however long the machine takes for each
 
 
 # -- top ---------------------------------------------------------------------------------------------------------------
@@ -208,6 +215,8 @@ def test_a_script_that_is_not_there_is_named(headway: Run) -> None:
     done = headway("top", "nothing.py")
     assert done.returncode == 2
     assert done.stderr.startswith("headway: there is no script 'nothing.py'")
+    with pytest.raises(InvalidInput, match="address needs --url"):
+        top.top(Path("http://127.0.0.1:8000"))
 
 
 @pytest.mark.parametrize(

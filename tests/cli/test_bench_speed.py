@@ -21,6 +21,7 @@ Run = Callable[..., CompletedProcess[str]]
 TINY = ("--shape", "tiny", "--threads", "1", "--repeat", "2")
 
 
+@pytest.mark.slow
 def test_decode_counts_tokens_after_the_first_and_holds_them_against_the_memory(headway: Run) -> None:
     found = json.loads(headway("bench", "decode", *TINY, "--tokens", "6", "--prompt", "5", "--json").stdout)
     assert [run["tokens"] for run in found["runs"]] == [5, 5]
@@ -56,10 +57,10 @@ def test_a_pipe_gets_plain_lines(headway: Run) -> None:
 
 
 def test_startup_times_a_fresh_process_in_order(headway: Run) -> None:
-    found = json.loads(headway("bench", "startup", "--shape", "tiny", "--repeat", "1", "--json").stdout)
+    found = json.loads(headway("bench", "startup", "--repeat", "1", "--json").stdout)
     (run,) = found["runs"]
-    phases = ("python", "numpy", "imported", "loaded", "tokenizer", "answered")
-    assert run["python"] > 0
+    phases = ("command", "imported", "loaded", "prompt", "answered", "exited")
+    assert run["command"] > 0
     assert list(run) == list(phases)
     assert sorted(run.values()) == list(run.values())
 
@@ -81,6 +82,7 @@ def test_any_folder_can_be_measured(headway: Run, tmp_path: Path) -> None:
         (("batch", "--shape", "tiny", "--sequences", "0"), "--sequences is 0"),
         (("prefill", "--shape", "tiny", "--prompt", "9000"), "this model has 8192"),
         (("startup", "--shape", "tiny", "--repeat", "0"), "--repeat is 0"),
+        (("startup", "--shape", "tiny", "--repeat", "1"), "has no tokenizer"),
         (("decode", "--shape", "tiny", "--quantize", "int3"), "int3"),
     ],
 )

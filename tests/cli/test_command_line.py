@@ -13,7 +13,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from headway.cli import render
+import headway as hw
+from headway.cli.terminal import render
 from headway.models.hub import store
 from support.forked import forked
 from support.hf import save_hf
@@ -123,6 +124,8 @@ MISTAKES = [
     (("run", "hi", "--logprobs", "-1"), "--logprobs is -1"),
     (("run", "hi", "--stop", ""), "--stop is empty"),
     (("run", "one", "two"), "Got unexpected extra argument"),
+    (("serve", "smollm2"), "headway serve --model smollm2"),
+    (("chat", "smollm2"), "headway chat --model smollm2"),
     (("run", ""), "the prompt is empty"),
     (("run", "  \n "), "the prompt is empty"),
     (("run",), "the prompt is empty"),
@@ -243,9 +246,53 @@ class TestModels:
     def test_show_says_which_path_will_compute(self, headway: Run, tmp_path: Path) -> None:
         shown = headway("models", "show", str(save_hf(tmp_path, family_model("qwen3-moe")[1]))).stdout
         assert "(2 of 5 experts)" in shown
-        assert "torch, the reference" in shown
+        assert "the native step on a CPU, torch on a CUDA device" in " ".join(shown.split())
         assert "adapters of gate, up, down" in " ".join(shown.split())
         assert "the native step on a CPU" in headway("models", "show", "smollm2").stdout
+
+    def test_show_and_doctor_know_recurrent_layers(self, headway: Run, tmp_path: Path) -> None:
+        folder = str(save_hf(tmp_path, family_model("mamba2")[1]))
+        shown = " ".join(headway("models", "show", folder).stdout.split())
+        assert "2, 2 of them recurrent" in shown
+        assert "the native step on a CPU, torch on a CUDA device" in shown
+        assert "tree drafts" in shown
+        checked = " ".join(headway("doctor", "--check", folder).stdout.split())
+        assert "recurrent state" in checked
+        assert "computed by torch" not in checked
+
+    def test_show_and_doctor_know_latent_attention(self, headway: Run, tmp_path: Path) -> None:
+        folder = str(save_hf(tmp_path, family_model("deepseek-v3")[1]))
+        shown = " ".join(headway("models", "show", folder).stdout.split())
+        assert "4 queries; latent attention, with one vector of 28 numbers a slot" in shown
+        assert "the native step on a CPU, torch on a CUDA device" in shown
+        assert "adapters of q, k, v" in shown
+        assert "computed by torch" not in " ".join(headway("doctor", "--check", folder).stdout.split())
+
+    @pytest.mark.parametrize("name", ["qwen3-moe", "gemma4", "lfm2"])
+    def test_show_says_all_of_a_model_before_it_is_loaded(self, name: str, headway: Run, tmp_path: Path) -> None:
+        """Architecture, parameters in all and of a token, context, formats, memory, the path, what is left out."""
+        folder = save_hf(tmp_path, family_model(name)[1])
+        facts = json.loads(headway("models", "show", str(folder), "--json").stdout)
+        shown = " ".join(headway("models", "show", str(folder)).stdout.split())
+        with hw.Engine(folder, pages=8, threads=1) as engine:
+            info, can, config = engine.info, engine.capabilities, engine.config
+        assert (facts["family"], facts["parameters"]) == (config.family, info.parameters)
+        assert facts["active_parameters"] == config.active_parameters
+        assert facts["memory_bytes"] == pytest.approx(info.weight_bytes, rel=0.02)
+        assert 1000 * info.kv_bytes_per_token == 4000 * facts["kv_values_per_token"]
+        assert facts["missing"] == list(can.missing())
+        for line in ("parameters", "weights on disk", "memory of weights", "stored as F32", "context 1,024 positions"):
+            assert line in shown
+        assert f"memory of 1,000 tokens {render.size(1000 * info.kv_bytes_per_token)} in float32" in shown
+        assert ("computed by the native step" in shown) == can.native
+        assert f"not supported {can.missing()[0]}" in shown
+
+    def test_show_knows_layers_that_differ(self, headway: Run, tmp_path: Path) -> None:
+        folder = str(save_hf(tmp_path, family_model("gemma4")[1]))
+        shown = " ".join(headway("models", "show", folder).stdout.split())
+        assert "4 queries; 2 keys, 16 wide, in 3 layers; 2 keys, 24 wide, in 3 layers; 3 layers with keys of" in shown
+        assert "torch, on any device: the native step does not serve; it does not have normed values" in shown
+        assert "quantize=" in shown
 
     def test_show_refuses_a_file_that_is_no_model(self, headway: Run, tmp_path: Path) -> None:
         file = tmp_path / "bad.gguf"

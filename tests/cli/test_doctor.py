@@ -11,9 +11,10 @@ from subprocess import CompletedProcess
 import pytest
 
 import headway as hw
-from headway.base.machine import Machine, read_machine
-from headway.cli.doctor import Gpu, MemoryFit, StoredWeights, hints
+from headway.base.system.machine import Machine, read_machine
+from headway.cli.doctor import Gpu, hints
 from headway.cli.facts import ModelFacts
+from headway.cli.memory_fit import MemoryFit, StoredWeights
 from headway.kernels.native.library import ThreadPool, open_library
 from headway.models.files.gguf import KINDS, GgufFile
 from headway.models.files.weights import GgufWeights
@@ -111,18 +112,19 @@ def test_a_machine_that_has_everything_gets_no_hint() -> None:
 
 def tiny_model() -> ModelFacts:
     shape = {"layers": 2, "hidden_size": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "intermediate_size": 16}
+    shape["kv_values_per_token"] = 2 * 2 * 1 * 4
     return ModelFacts(Path("m"), "GGUF", "llama", 1000, 500, (), "bfloat16", vocab_size=32, max_positions=100, **shape)
 
 
 def test_the_sum_of_a_fit() -> None:
-    fit = MemoryFit(tiny_model(), "float32", 4, 10, 10**6)
+    fit = MemoryFit(tiny_model(), "float32", 4, 10, 10**6, "float32")
     assert (fit.weights, fit.kv_per_token) == (4000, 2 * 2 * 1 * 4 * 4)
     assert fit.needed == 4000 + 64 * 10 + fit.workspace
     assert fit.fits
 
 
 def test_what_does_not_fit_says_how_much_context_would() -> None:
-    whole = MemoryFit(tiny_model(), "float32", 4, 100, 0)
+    whole = MemoryFit(tiny_model(), "float32", 4, 100, 0, "float32")
     tight = replace(whole, available=whole.weights + whole.workspace + 64 * 7 + 63)
     assert not tight.fits
     assert tight.longest_context == 7
@@ -142,7 +144,7 @@ def test_weights_are_counted_as_the_native_step_keeps_them(tmp_path: Path, kind:
 
 
 def test_what_a_file_keeps_small_fits_where_its_floats_would_not() -> None:
-    floats = MemoryFit(tiny_model(), "float32", 4, 10, 0)
+    floats = MemoryFit(tiny_model(), "float32", 4, 10, 0, "float32")
     kept = replace(floats, stored=StoredWeights("int4 in groups of 32", 600))
     assert (floats.weights, kept.weights) == (4000, 600)
     room = 600 + floats.workspace + 64 * 10
@@ -190,7 +192,11 @@ def test_check_shows_the_arithmetic(headway: Run) -> None:
     store.resolve("smollm2")
     text = headway("doctor", "--check", "smollm2", "--device", "cpu", "--dtype", "float32", "--context", "1000").stdout
     assert "134,515,008 × 4 bytes (float32) = 538.1 MB" in text
-    assert "46,080 bytes per token × 1,000 = 46.1 MB" in text
+    assert "46,080 bytes per token (float32) × 1,000 = 46.1 MB" in text
+    text = headway("doctor", "--check", "smollm2", "--device", "cpu", "--context", "1000", "--memory", "1G").stdout
+    assert "23,040 bytes per token (float16) × 1,000 = 23.0 MB" in text
+    assert "available  1.1 GB" in text
+    assert "--kv-dtype needs --check" in headway("doctor", "--kv-dtype", "float16").stderr
     fit = json.loads(headway("doctor", "--check", "smollm2", "--device", "cpu", "--dtype", "bfloat16", "--json").stdout)
     assert (fit["weights_bytes"], fit["kv_bytes_per_token"], fit["context"]) == (269_030_016, 23_040, 8192)
     assert fit["fits"] is (fit["needed_bytes"] <= fit["available_bytes"])

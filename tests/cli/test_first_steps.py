@@ -10,8 +10,8 @@ from subprocess import PIPE, CompletedProcess, Popen
 
 import pytest
 
-from headway.cli.answer import weights
-from headway.cli.profile import show_profile
+from headway.cli.terminal.answer import weights
+from headway.cli.terminal.profile import show_profile
 from headway.models.hub import store
 from headway.runtime.profile import Phase, Profile
 from support.forked import forked

@@ -49,7 +49,6 @@ KILLER = """
 import json, os, signal, sys
 import headway.pipelines.factory
 from headway.cli.main import dispatch
-from headway.pipelines.tasks import classification
 from headway.jobs.journal import Journal
 from transformers import AutoTokenizer, BertForSequenceClassification
 journal, arguments = sys.argv[1], json.loads(sys.argv[2])
@@ -139,6 +138,7 @@ class TestFiles:
             (5, "last", None),
         ]
 
+    @pytest.mark.slow
     def test_from_a_pipe_to_a_pipe(self, model: str, expected: list[Any]) -> None:
         asked = ("--model", model, "--device", "cpu", "--input", "-", "--output", "-")
         done = subprocess.run(
@@ -172,6 +172,7 @@ class TestFiles:
         assert job(source, output="out.parquet") == 2
         assert "pip install 'headway[parquet]'" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_on_a_terminal_there_is_a_bar(self, model: str, tmp_path: Path, on_terminal: Any) -> None:
         source = write_lines(tmp_path / "in.jsonl", TEXTS)
         asked = ("--model", model, "--device", "cpu", "--input", str(source), "--output", str(tmp_path / "out.jsonl"))
@@ -355,7 +356,7 @@ class TestGoingOn:
         assert len(lines(tmp_path / "out.jsonl")) == 3
         (tmp_path / "out.jsonl.partial").write_text('{"of": "somebody else"}\n')
         assert job(source) == 2
-        assert "is not the journal of a pipeline" in capsys.readouterr().err
+        assert "is not the journal of a job" in capsys.readouterr().err
         assert (tmp_path / "out.jsonl.partial").exists()
 
     def test_two_at_once_are_refused(self, tmp_path: Path) -> None:
@@ -376,6 +377,7 @@ class TestGoingOn:
         os.write(process.stdin.fileno(), b"".join(json.dumps(text).encode() + b"\n" for text in TEXTS[:7]))
         journal = tmp_path / "out.jsonl.partial"
         while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):  # the job's own line, and a result
+            assert process.poll() is None, process.stderr and process.stderr.read()
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None

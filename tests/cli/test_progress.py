@@ -11,15 +11,15 @@ import subprocess
 
 import pytest
 
-from headway.base import log as notes
-from headway.base.log import log_event
-from headway.cli.render import EngineLog, loading
+from headway.base.system import log as notes
+from headway.base.system.log import log_event
+from headway.cli.terminal.render import EngineLog, loading
 from headway.server import logs
 from support.forked import forked
 
 ON_A_TERMINAL = """
 import time
-from headway.cli import render
+from headway.cli.terminal import render
 
 render.QUICK_SECONDS = {quick}
 with render.loading() as progress:

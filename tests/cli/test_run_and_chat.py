@@ -19,9 +19,10 @@ import pytest
 
 import headway as hw
 from headway.base.config import settings
-from headway.base.samplers import Sampling
-from headway.cli.options import Decoding
-from headway.cli.render import WordWrapper, visible
+from headway.base.specs.samplers import Sampling
+from headway.cli import chat
+from headway.cli.flags.shared import Decoding
+from headway.cli.terminal.render import WordWrapper, visible
 from headway.models.hub import store
 from headway.program.generation.defaults import GenerationDefaults
 from support.forked import forked
@@ -92,6 +93,12 @@ def answer_of(headway: Run, *arguments: str, input: str = "") -> dict:
     return json.loads(done.stdout)
 
 
+def test_a_log_probability_stays_where_its_probability_underflows() -> None:
+    from headway.cli.terminal.answer import Candidate
+
+    assert Candidate(5, "a", -2422.0).to_json() == {"id": 5, "text": "a", "probability": 0.0, "logprob": -2422.0}
+
+
 def test_a_prompt_and_a_pipe_are_joined_by_a_blank_line(headway: Run) -> None:
     joined = answer_of(headway, "--raw", "One two", input="three four\n")
     written = answer_of(headway, "--raw", "One two\n\nthree four")
@@ -155,6 +162,8 @@ def test_a_prompt_longer_than_the_context_is_refused(headway: Run) -> None:
         ("--top-p", "1.5"),
         ("--top-k", "-2"),
         ("--min-p", "-1"),
+        ("--mirostat", "2"),
+        ("--xtc-threshold", "0.3"),
     ],
 )
 def test_values_that_make_no_sense(headway: Run, flag: str, value: str) -> None:
@@ -165,6 +174,12 @@ def test_values_that_make_no_sense(headway: Run, flag: str, value: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_dry_and_xtc_are_those_of_a_sampler(headway: Run) -> None:
+    prompt = ("run", "--raw", "The sea, the sea, the sea,", "--max-tokens", "8")
+    rules = ("--dry-multiplier", "9", "--dry-sequence-breaker", "!", "--xtc-probability", "1")
+    assert headway(*prompt, *rules).stdout not in ("", headway(*prompt).stdout)
+
+
 def test_an_interrupt_ends_cleanly() -> None:
     command = forked("-m", "headway.cli.main", "run", "--threads", "1", "--raw", "Count:", "--max-tokens", "4000")
     process = subprocess.Popen(
@@ -173,7 +188,7 @@ def test_an_interrupt_ends_cleanly() -> None:
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in out + err
 
@@ -255,7 +270,7 @@ class TestChat:
         screen.until(b"ctrl-C again")
         screen.until(b"> ")
         os.write(ours, b"\x04")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
         os.close(ours)
         history = tmp_path / "chat_history"
         assert "/tokens" in history.read_text()
@@ -275,6 +290,22 @@ class TestChat:
         assert Decoding(8, temperature=None, top_k=5).sampler(file) == Sampling(temperature=0.6, top_p=0.95, top_k=5)
         assert Decoding(8, temperature=0.0).sampler(file) == Sampling(temperature=0.0)
         assert Decoding(8, temperature=None).sampler(GenerationDefaults()) == Sampling(temperature=0.0)
+
+    def test_an_empty_answer_says_why_and_a_long_message_that_it_is_read(
+        self, smollm2: hw.Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(chat, "LONG_PROMPT", 40)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        session = chat.ChatSession(smollm2, "smollm2", Decoding(4, 0.0, stop=["The"]), None, as_json=False)
+        try:
+            session.take("Name a fruit.")
+            shown = capsys.readouterr().err
+            assert "the answer is empty: it began with a --stop text" in shown
+            assert "reading" not in shown
+            session.take("fox " * 60)
+            assert re.search(r"^reading \d\d tokens …$", capsys.readouterr().err, re.MULTILINE)
+        finally:
+            session.close()
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 100])

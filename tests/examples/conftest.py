@@ -15,7 +15,7 @@ from support.examples import fixed, gallery, load
 @pytest.fixture(scope="module")
 def floats() -> Iterator[hw.Engine]:
     """The default model with float weights, for claims that hold to float rounding."""
-    with hw.Engine("smollm2", dtype="float32", pages=64, threads=2) as engine:
+    with hw.Engine("smollm2", dtype="float32", pages=64, threads=1) as engine:
         yield engine
 
 

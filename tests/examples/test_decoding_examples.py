@@ -20,8 +20,8 @@ from support.hf import save_hf, variant
 
 def test_guidance_follows_the_instruction_and_is_that_of_transformers(run: Any, tmp_path: Path) -> None:
     found, printed = run("classifier_free_guidance")
-    assert "sad" in found[2.0]
-    assert "sad" not in found[0.0]
+    asked = [sum(word in found[scale] for word in ("dark", "sad")) for scale in (0.0, 2.0)]
+    assert asked[0] == 0 < asked[1]
     assert "144 passes for 72 tokens" in printed
 
     _, model = variant("llama-gqa-tied")
@@ -57,6 +57,7 @@ def test_the_given_text_wins_over_what_was_learned(run: Any) -> None:
     assert odds == sorted(odds)
 
 
+@pytest.mark.slow
 def test_the_detectors_find_marked_text_only(run: Any) -> None:
     scores, _ = run("green_list_watermark")
     assert scores["plain"] < 4 < scores["marked"]

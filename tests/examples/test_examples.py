@@ -160,8 +160,8 @@ def test_hello(run: Any) -> None:
 
 
 def test_next_token_table(run: Any) -> None:
-    favourites, printed = run("next_token")
-    assert favourites["The capital of France is"] == " Paris"
+    favorites, printed = run("next_token")
+    assert favorites["The capital of France is"] == " Paris"
     assert "' Paris'" in printed
     assert "nats" in printed
 
@@ -282,9 +282,9 @@ def test_bids_decide_who_is_done_first_and_ageing_bounds_the_wait(run: Any) -> N
 
 
 def test_the_lens_ends_with_the_models_answer(run: Any) -> None:
-    favourites, _ = run("logit_lens")
-    assert favourites[0] == " of"  # the embedding knows only its own token
-    assert favourites[-1] == " Paris"
+    favorites, _ = run("logit_lens")
+    assert favorites[0] == " of"  # the embedding knows only its own token
+    assert favorites[-1] == " Paris"
 
 
 def test_a_conversation_goes_on_in_another_process(run: Any, smollm2: hw.Engine) -> None:

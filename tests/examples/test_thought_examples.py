@@ -56,6 +56,7 @@ def test_a_mixture_of_adapters_fits_better_and_shares_its_steps(run: Any) -> Non
     assert steps < load("lora_mixing").TRIED
 
 
+@pytest.mark.slow
 def test_the_trainer_has_the_engines_log_probabilities(run: Any, floats: hw.Engine) -> None:
     (rewards, apart), _ = run("grpo", 2, engine=floats)
     assert len(rewards) == 2

@@ -110,6 +110,7 @@ async def _one(engine: Any, seed: int) -> None:
         forward.probe(-1, hw.Logprobs([1, 2, 96]))
         forward.probe(-1, hw.Distribution(0.5, k=4))
         await forward.execute()
+        await context.forward().input([(5 * seed + i) % V for i in range(20)]).execute()
         await context.generate(hw.Multinomial(0.8, seed=seed), max_tokens=3, stop_only=True).tokens()
 
 

@@ -102,7 +102,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd_of_adapters() -> None:
             assert engine.run(alone) == crowd[i]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8"])
 def test_smaller_types_stay_near_the_merged_model(dtype: str, kind: Any) -> None:
     decoder = random_model("llama", device="cuda", dtype=dtype, hidden_size=256, intermediate_size=512)

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import headway as hw
-from headway.base import log as notes
+from headway.base.system import log as notes
 from headway.models.decoder import Decoder
 from headway.models.files.gguf import KINDS, BlockFormat
 from headway.models.files.mapped import Span, map_file, unmap
 from headway.models.files.staging import Staging
-from headway.models.load_tensors import load_model
+from headway.models.weights.load_tensors import load_model
 from headway.runtime.memory import FRACTION
 from headway.testing import random_model
 from support.plain_files import finite_bytes, write_llama
@@ -65,7 +65,9 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "stored", [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_the_weights_are_those_of_the_plain_loader(tmp_path: Path, stored: torch.dtype) -> None:
     folder = write_llama(tmp_path, dtype=stored, vocab=5001, hidden=256, inner=512)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

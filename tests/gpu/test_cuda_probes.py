@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import headway as hw
-from headway.base.probes import Ranked, Ranking
+from headway.base.specs.probes import Ranked, Ranking
 from headway.testing import random_model
 
 pytestmark = [

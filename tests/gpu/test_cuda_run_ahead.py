@@ -1,4 +1,4 @@
-"""Streaks on a CUDA device, where a step is set going before the tokens of the last one are known."""
+"""Run-ahead decoding on a CUDA device, where a step is set going before the tokens of the last one are known."""
 
 from __future__ import annotations
 

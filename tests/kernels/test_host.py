@@ -9,21 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.base.arrays import from_tensor, narrow, widen
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.kernels.host import sampling as host
 from headway.kernels.host.ordered import rms_norm
-from headway.kernels.host.rope import turn
+from headway.kernels.host.rope import Rope, frequencies, rerotate
 from headway.kernels.reference import ordered
 from headway.kernels.reference import sampling as reference
 from headway.kernels.reference.quantized import tensor
-from headway.kernels.reference.rope import turn as reference_turn
+from headway.kernels.reference.rope import rerotate as reference_rerotate
 from headway.models.files import blocks, dequant
 from headway.models.files.gguf import KINDS
 from support.arrays import to_arrays
 from support.gguf_files import random_bytes
+from support.properties import examples
 
 seeds = st.integers(0, 1 << 30)
-quick = settings(deadline=None, max_examples=60)
+quick = settings(deadline=None, max_examples=examples(60))
 ways = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
@@ -56,13 +57,14 @@ def test_a_row_is_sampled_and_ranked_as_torch_does(how: Sampling, vocab: int, se
     row = row_of(rng, vocab)
     allowed = torch.from_numpy(rng.random(vocab) < 0.7)
     allowed[rng.integers(vocab)] = True
+    some_left = bool((row[allowed] > -np.inf).any())  # otherwise a bias is refused
     ids = torch.from_numpy(np.unique(rng.integers(0, vocab, 5)))
     draw = host.RowSampler(
         how,
         allowed=allowed if rng.random() < 0.5 else None,
         seen=ids,
         generated=(ids, torch.from_numpy(rng.integers(1, 9, len(ids)))),
-        bias=torch.from_numpy(rng.normal(size=vocab)) if rng.random() < 0.3 else None,
+        bias=torch.from_numpy(rng.normal(size=vocab)) if rng.random() < 0.3 and some_left else None,
     )
     own, theirs = host.processed_logprobs(row.numpy(), to_arrays(draw)), reference.processed_logprobs(row, draw)
     np.testing.assert_allclose(own, theirs.numpy(), rtol=1e-9, atol=1e-9)
@@ -114,5 +116,20 @@ def test_keys_turn_as_torch_turns_them(shift: int, seed: int) -> None:
     keys = rng.normal(size=(2, 5, 3, 10)).astype(np.float32)
     angles, before = rng.random(4).astype(np.float32), rng.integers(50, 4000, 5)
     given_ = (keys, angles, before, before + shift)
-    expected = reference_turn(*(torch.from_numpy(each) for each in given_))
-    np.testing.assert_allclose(turn(*given_), expected.numpy(), rtol=1e-6, atol=1e-6)
+    expected = reference_rerotate(*(torch.from_numpy(each) for each in given_))
+    np.testing.assert_allclose(rerotate(*given_), expected.numpy(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_extreme_values_give_the_limit_and_no_warning() -> None:
+    """A tiny temperature leaves the likeliest, a huge penalty takes a token out."""
+    logits = np.array([3.0e38, 1.0, -3.0e38, 2.9e38], np.float32)
+    for temperature in (5e-324, 1e-300, 1e-30):
+        ids, probs = host.sampling_distribution(logits, Sampling(temperature=temperature))
+        assert dict(zip(ids.tolist(), probs.tolist(), strict=True))[0] == 1.0
+        assert np.array_equal(host.distribution(logits, temperature)[1], [1, 0, 0, 0])
+    out = host.RowSampler(Sampling(repetition_penalty=1e308), seen=np.array([2]))
+    assert host.processed_logprobs(logits, out)[2] == -np.inf
+    both = host.RowSampler(Sampling(logit_bias={1: 1e308}), bias=np.array([0, 1e308, 0, 0]))
+    assert host.sample(logits[None], [both]).tolist() == [1]
+    assert frequencies(Rope(8, theta=1e300)).tolist() == [1.0, 0.0, 0.0, 0.0]

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, OutOfRange, Unsupported, WrongType
-from headway.kernels.host.quantized import QuantizedMatrix
+from headway.kernels.host.quantized import FP4, QuantizedMatrix
 from headway.kernels.native import library
-from headway.kernels.native.library import ISAS, ThreadPool, check, open_library, use_isa
+from headway.kernels.native.library import ISAS, ThreadPool, available_isas, check, open_library, use_isa
 from headway.kernels.native.matmul import matrix_struct
 from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.ordered_matmul import linear_reference
@@ -35,6 +35,7 @@ from support.arrays import (
     quantize_int4,
     quantize_int8,
 )
+from support.properties import examples
 from support.sweeps import instruction_sets
 
 Build = Callable[[int, int, torch.Generator], QuantizedMatrix]
@@ -45,8 +46,7 @@ some = settings(few, max_examples=30)
 
 def here() -> tuple[str, ...]:
     """The instruction sets that this machine and this build have."""
-    calls = open_library().calls
-    return () if calls is None else ISAS[: calls.hw_best_isa() + 1]
+    return available_isas()
 
 
 @pytest.fixture(scope="module", params=instruction_sets())
@@ -95,6 +95,13 @@ def k_scales(n: int, k: int, generator: torch.Generator) -> QuantizedMatrix:
     return QuantizedMatrix("groups", n, k, *arrays, bits=4, group=32, has_min=True, scale_kind="k")
 
 
+def fp4(n: int, k: int, generator: torch.Generator) -> QuantizedMatrix:
+    """Floats of 4 bits with a power of two for each 32: what MXFP4 keeps."""
+    quants = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(115, 130, (n, -(-k // 32)), generator=generator, dtype=torch.uint8)
+    return interleave_groups(quants, scale, None, bits=4, group=32, zero=FP4[0])
+
+
 def floats(dtype: torch.dtype) -> Build:
     def build(n: int, k: int, generator: torch.Generator) -> QuantizedMatrix:
         bias = torch.randn(n, generator=generator) if n % 2 else None
@@ -118,6 +125,7 @@ FORMATS: dict[str, Build] = {
     "int8": quantized(quantize_int8),
     "int4": quantized(quantize_int4),
     "k": k_scales,
+    "fp4": fp4,
     **{f"4 bits, {g}": grouped(4, g, HALF, False, 8) for g in (32, 64, 128)},
     **{f"4 bits, {g}, minimum": grouped(4, g, HALF, True, 0) for g in (32, 64, 128)},
     **{f"8 bits, {g}": grouped(8, g, HALF, False, 128) for g in (32, 64, 128)},
@@ -297,7 +305,7 @@ def one_for_one(name: str, k: int) -> QuantizedMatrix:
 
 @pytest.mark.parametrize("name", ["groups", "int8"])
 @given(row=st.lists(values, min_size=1, max_size=70), rows=st.integers(1, 3))
-@settings(some, max_examples=100)
+@settings(some, max_examples=examples(100))
 def test_rows_are_quantized_to_the_bits_of_the_reference(
     thread_pool: Callable[[int], ThreadPool], *, name: str, row: list[float], rows: int
 ) -> None:
@@ -372,7 +380,8 @@ def test_logits_are_the_matmul_of_normed_rows(
 ) -> None:
     w = FORMATS[name](n, k, generator(seed))
     x, weight = inputs(rows, w.k, seed), torch.randn(w.k, generator=generator(seed))
-    model = library.ModelStruct(output=matrix_struct(w), final_norm=weight.data_ptr(), eps=1e-5)
+    norm = library.NormStruct(weight.data_ptr(), None)
+    model = library.ModelStruct(output=matrix_struct(w), final_norm=norm, eps=1e-5, logit_scale=1.0)
     wide, threads = -(-n // 16) * 16 + 16, thread_pool(2)
     y = torch.empty(rows, wide)
     assert threads.calls.hw_logits(threads.handle, model, x.data_ptr(), rows, 1, y.data_ptr(), wide) == 0
@@ -483,6 +492,7 @@ def test_the_structs_mirror_the_header() -> None:
     structs = {name: body for body, name in re.findall(r"typedef struct \{(.*?)\}\s*(\w+);", header, re.DOTALL)}
     for name, mirror in (
         ("hw_matrix", library.MatrixStruct),
+        ("hw_norm", library.NormStruct),
         ("hw_layer", library.LayerStruct),
         ("hw_model", library.ModelStruct),
         ("hw_step", library.StepStruct),

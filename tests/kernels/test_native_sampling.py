@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.base.errors import InvalidMask, InvalidToken
-from headway.base.samplers import Sampling
-from headway.kernels.native.library import ISAS, ThreadPool, open_library, use_isa
+from headway.base.specs.samplers import Sampling
+from headway.kernels.native.library import ISAS, ThreadPool, available_isas, open_library, use_isa
 from headway.kernels.reference.sampling import NO_TOKEN, RowSampler, sample, sampling_distribution
 from support.arrays import sample_native
+from support.properties import examples
 from support.sweeps import instruction_sets
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
@@ -26,7 +27,7 @@ def thread_pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
     calls = open_library().calls
     assert calls is not None
     best = calls.hw_best_isa()
-    if ISAS.index(request.param) > best:
+    if request.param not in available_isas():
         pytest.skip(f"this machine has no {request.param}")
     use_isa(request.param)
     try:
@@ -87,7 +88,7 @@ def steps(row: torch.Tensor, draw: RowSampler) -> dict[int, tuple[float, float]]
 
 
 @given(data=st.data(), vocab=st.sampled_from([1, 2, 3, 17, 97, 1000]), seed=st.integers(0, 1 << 30))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_token_is_that_of_the_reference(thread_pool: ThreadPool, data: st.DataObject, vocab: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = torch.from_numpy(np.stack([make_row(rng, vocab) for _ in range(3)]))

@@ -14,6 +14,7 @@ from headway.kernels.host.quantized import QuantizedMatrix
 from headway.kernels.reference.ordered_matmul import linear_reference
 from headway.kernels.reference.quantized import dequantize, quantize_rows
 from support.arrays import interleave_floats, interleave_groups, interleave_int8, quantize_int4, quantize_int8
+from support.properties import examples
 
 sizes = st.one_of(st.integers(1, 80), st.sampled_from((16, 31, 32, 33, 64, 96, 160)))
 seeds = st.integers(0, 1 << 30)
@@ -148,7 +149,7 @@ odd = st.sampled_from((0.0, 1e-36, 9e-37, 1e-45, -1e-40, 3e38, float("inf"), flo
 
 
 @given(row=st.lists(st.one_of(st.floats(width=32), st.floats(-2, 2, width=32), odd), min_size=1, max_size=80))
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=examples(150))
 def test_rows_are_quantized_group_by_group(row: list[float]) -> None:
     x = np.array(row, dtype=np.float32)
     groups = [quantized_by_hand(x[i : i + 32]) for i in range(0, len(x), 32)]

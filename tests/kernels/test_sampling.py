@@ -20,7 +20,7 @@ from scipy import stats
 
 from headway.base import rng
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken
-from headway.base.samplers import Argmax, MinP, Multinomial, Sampling, TopK, TopKTopP, TopP, Typical, resolve
+from headway.base.specs.samplers import Argmax, MinP, Multinomial, Sampling, TopK, TopKTopP, TopP, Typical, resolve
 from headway.kernels.reference.sampling import (
     NO_TOKEN,
     RowSampler,
@@ -31,6 +31,7 @@ from headway.kernels.reference.sampling import (
     sample,
     sampling_distribution,
 )
+from support.properties import examples
 from support.sweeps import swept
 
 LEVEL = 1e-6  # of every chi-square test here; seeds are fixed, so a pass stays a pass
@@ -219,7 +220,7 @@ def samplings(draw, size):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_any_mixture_of_knobs_masks_and_history_equals_the_reference(data):
     row = data.draw(st.lists(levels, min_size=1, max_size=30))
@@ -346,7 +347,7 @@ def test_a_tiny_temperature_is_argmax_and_a_huge_one_is_flat():
 
 
 # The draw.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(levels, min_size=1, max_size=20), st.floats(0, 1, exclude_max=True))
 def test_a_draw_is_the_first_token_in_id_order_past_its_uniform_number(row, number):
     logits = torch.tensor([row])

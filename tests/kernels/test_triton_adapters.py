@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, on fewer passes.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,10 @@ def tokens(count: int, seed: int) -> list[int]:
 
 def adapters(decoder: Decoder) -> list[hw.Adapter]:
     config = decoder.config
-    return [random_adapter(config, rank=3, seed=1), random_adapter(config, rank=18, seed=2, roles=("q", "v", "up"))]
+    return [
+        random_adapter(config, rank=3, seed=1),
+        random_adapter(config, rank=18, seed=2, roles=("q", "v", "up"), head=True),
+    ]
 
 
 async def passes(engine: hw.Engine) -> list[np.ndarray]:
@@ -82,6 +86,25 @@ def test_rows_under_adapters_equal_torch(family: str, monkeypatch: pytest.Monkey
     found, expected = (run(monkeypatch, mode, decoder) for mode in ("triton", "off"))
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one - other).max() <= 1e-4 * max(1.0, np.abs(other).max())
+
+
+def test_an_idle_engine_lets_go_of_what_was_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+
+    async def one_pass(engine: hw.Engine, adapter: hw.Adapter) -> None:
+        async with engine.context() as context:
+            forward = context.forward().input([1, 2])
+            forward.adapter(adapter).sample([-1], hw.Argmax())
+            await forward.execute()
+
+    with hw.Engine(random_model("llama", device=DEVICE, **SIZES), pages=8, threads=1) as engine:
+        adapter = random_adapter(engine.decoder.config, rank=3, seed=1)  # type: ignore[union-attr]
+        engine.run(one_pass, adapter)
+        assert engine.stats().adapters == 1
+        engine.unload_adapter(adapter)
+        engine.cache.clear()
+        gc.collect()
+        assert engine.stats().adapters == 0
 
 
 @pytest.mark.slow

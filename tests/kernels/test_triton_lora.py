@@ -19,8 +19,10 @@ from headway.kernels.triton.lora import (  # noqa: E402
     AdapterTiles,
     LowRankTerm,
     expand,
+    expand_gated,
     rank_blocks,
     shrink,
+    splits,
 )
 from headway.kernels.triton.matmul import MatmulTile, matmul  # noqa: E402
 
@@ -116,7 +118,7 @@ def test_rows_get_what_their_adapters_add(
     expected = y.float() + expected_sum(made, x, sum(outputs), groups, scales) * 2.0
     added = LowRankTerm(made.table, 1, 0, tuple(outputs), how, sums)
     shrink(x, added, ahead=ahead)
-    expand(y, added, k, factor=2.0, ahead=ahead)
+    expand(y, added, splits(k), factor=2.0, ahead=ahead)
     limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     assert float((y.float() - expected).abs().max()) <= limit * float(expected.abs().max())
     assert made.table.ranks.shape[2] == MATRICES
@@ -132,7 +134,7 @@ def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
         y = torch.zeros(20, 70, dtype=dtype, device=DEVICE)
         added = LowRankTerm(made.table, 0, 0, (70,), how, torch.zeros(how.sums(), device=DEVICE))
         shrink(x, added, ahead=False)
-        expand(y, added, 300, ahead=False)
+        expand(y, added, splits(300), ahead=False)
         return y[7]
 
     alone = row([(0, [7])], 2)
@@ -141,23 +143,27 @@ def test_a_row_has_the_same_bits_in_any_tile(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_a_matmul_adds_them_before_it_multiplies_gate_and_up(ahead: bool, dtype: torch.dtype) -> None:
-    ranks = [[4, 0], [16, 16], [0, 20], *([[3, 2]] * 7)]
-    n, k, rows, many = 64, 84, 45, 64  # rows above are for nothing, as in a step that is padded to a tile
-    made = Adapters(ranks, [n, n], k, dtype, layer=1)
-    x, weight = draw(many, k, seed=50, dtype=dtype), draw(2 * n, k, seed=51, dtype=dtype) / k**0.5
-    bias = draw(2 * n, seed=53, dtype=dtype)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("k", [96, pytest.param(84, marks=SLOWER)])
+def test_a_matmul_sums_them_beside_its_own_outputs(k: int, gated: bool, ahead: bool, dtype: torch.dtype) -> None:
+    outputs = (64, 64) if gated else (70, 33, 33)
+    ranks = [[4, 0, 1], [16, 16, 16], [0, 20, 0], *([[3, 2, 1]] * 7)]
+    n, rows, many = sum(outputs), 45, 64  # rows above are for nothing, as in a step that is padded to a tile
+    made = Adapters([some[: len(outputs)] for some in ranks], list(outputs), k, dtype, layer=1)
+    x, weight = draw(many, k, seed=50, dtype=dtype), draw(n, k, seed=51, dtype=dtype) / k**0.5
+    bias = draw(n, seed=53, dtype=dtype)
     groups = [(2, [26, 5]), (0, list(range(6, 24))), (1, [0, 25]), *((3 + i, [30 + i, 37 + i]) for i in range(7))]
     scales = scales_of(groups)
     how = laid_out(groups, scales, rows, blocks=2)
-    added = LowRankTerm(made.table, 1, 0, (n, n), how, torch.full(how.sums(), float("nan"), device=DEVICE))
-    delta = torch.full((many, 2 * n), float("nan"), dtype=dtype, device=DEVICE)
-    y = torch.empty(many, n, dtype=dtype, device=DEVICE)
-    shrink(x, added, ahead=ahead)
-    expand(delta, added, k, add=False, ahead=ahead)
-    tile = MatmulTile(64, 32, 32)
-    matmul(x, weight, y, tile, bias=bias, gated=True, delta=delta, places=how.places, ahead=ahead)
-    found = x.float() @ weight.float().T + bias.float() + expected_sum(made, x, 2 * n, groups, scales)
-    expected = torch.nn.functional.silu(found[:, :n]) * found[:, n:]
-    limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    added = LowRankTerm(made.table, 1, 0, outputs, how, torch.full(how.sums(), float("nan"), device=DEVICE))
+    y = torch.full((many, n), float("nan"), dtype=dtype, device=DEVICE)
+    matmul(x, weight, y, MatmulTile(64, 32, 32), bias=bias, shrinks=added, ahead=ahead)
+    expected = x.float() @ weight.float().T + bias.float() + expected_sum(made, x, n, groups, scales)
+    if gated:
+        gate_up, y = y, torch.full((many, n // 2), float("nan"), dtype=dtype, device=DEVICE)
+        expand_gated(gate_up, y, added, 1, ahead=ahead)
+        expected = torch.nn.functional.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
+    else:
+        expand(y, added, 1, ahead=ahead)
+    limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}[dtype]
     assert float((y.float() - expected).abs().max()) <= limit * float(expected.abs().max())

@@ -23,6 +23,7 @@ from headway.base.errors import Unsupported  # noqa: E402
 from headway.kernels.reference.mlp import gated_silu  # noqa: E402
 from headway.kernels.triton import quantized  # noqa: E402
 from headway.kernels.triton.quantized import QuantizedTile, QuantKind  # noqa: E402
+from headway.kernels.triton.quantized_tiles import ByteTile, SplitSums, pick_byte_tile  # noqa: E402
 from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
 from headway.testing import random_model  # noqa: E402
 from support.hf import random_hf, save_hf  # noqa: E402
@@ -159,6 +160,38 @@ def test_every_tile_gives_the_same(kind: QuantKind, tile: QuantizedTile) -> None
     near(y, F.linear(x.float(), w.weight, w.bias))
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    "tile", [ByteTile(16, 32, 1), ByteTile(32, 64, 2, weights_first=False), ByteTile(16, 32, 1, splits=3)]
+)
+def test_tiles_of_bytes_give_the_same(kind: QuantKind, tile: ByteTile) -> None:
+    for rows, n, k, gated in ((19, 48, 352, False), (40, 21, 96, False), (17, 42, 160, True)):
+        x, w = draw(rows, k).half(), matrix(kind, n, k, gated=gated)
+        expected = F.linear(x.float(), w.weight, w.bias)
+        expected = gated_silu(expected, exact=False) if gated else expected
+        sums = SplitSums.of(n, rows, x.device, tile.splits)
+        y, onto = (torch.ones(rows, expected.shape[1], device=DEVICE) for _ in range(2))
+        for _ in range(2):  # what has arrived is forgotten
+            quantized.matmul(x, w, y, tile=tile, sums=sums)
+            near(y, expected)
+        quantized.matmul(x, w, onto, tile=tile, sums=sums, add=True)
+        near(onto, 1 + expected)
+        if gated:
+            own = draw(rows, n, seed=3)
+            quantized.matmul(x, w, y, tile=tile, sums=sums, row_bias=own)
+            near(y, gated_silu(F.linear(x.float(), w.weight) + own, exact=False))
+
+
+def test_a_device_with_little_shared_memory_gets_fewer_stages() -> None:
+    for rows, outputs, inputs in ((20, 4096, 4096), (64, 28672, 4096), (64, 4096, 14336), (32, 4096, 14336)):
+        wide, small = (pick_byte_tile(rows, outputs, inputs, shared) for shared in (227 << 10, 99 << 10))
+        assert 1 <= small.stages <= wide.stages
+        assert small.rows >= rows
+        used = 64 * small.deep * (2 * small.rows + small.outputs) * small.stages
+        assert used <= 99 << 10
+    assert pick_byte_tile(65, 4096, 4096, 99 << 10).splits == 1
+
+
 @KINDS
 @pytest.mark.parametrize(
     "tile", [None, *(pytest.param(QuantizedTile(1, *tile), marks=SLOWER) for tile in ((1, 1), (4, 2), (8, 8)))]
@@ -213,6 +246,7 @@ async def logits(engine: hw.Engine, prompts: list[list[int]]) -> list[np.ndarray
     return list(await asyncio.gather(*(one(p) for p in prompts)))
 
 
+@pytest.mark.slow
 @ONE_KIND
 def test_a_folder_is_quantized_as_it_is_read(kind: QuantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same file quantized and as floats: near, and nearer the more bits."""
@@ -240,6 +274,7 @@ def test_a_folder_is_quantized_as_it_is_read(kind: QuantKind, tmp_path: Path, mo
         assert 1e-4 < error < {"int4": 0.5, "int8": 0.08, "fp8": 0.3}[kind]
 
 
+@pytest.mark.slow
 @ONE_KIND
 def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt above FEW rows is computed with dequantized matrices, in pieces from the quants; activations are rounded
@@ -264,6 +299,7 @@ def test_many_rows_are_the_same_through_floats(kind: QuantKind, monkeypatch: pyt
     assert np.abs(whole - cut).max() <= 2e-5 * np.abs(whole).max()
 
 
+@pytest.mark.slow
 @ONE_KIND
 def test_a_model_of_float16_is_near_one_of_float32(kind: QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")

@@ -19,8 +19,8 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
-from headway.base.probes import Ranking  # noqa: E402
-from headway.models.update import weight_shapes  # noqa: E402
+from headway.base.specs.probes import Ranking  # noqa: E402
+from headway.models.weights.update import weight_shapes  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_model  # noqa: E402
@@ -118,6 +118,7 @@ def test_every_kind_of_pass_equals_torch(family: str, monkeypatch: pytest.Monkey
     agree(run(monkeypatch, "triton", family, seeds), run(monkeypatch, "off", family, seeds), 1e-4)
 
 
+@pytest.mark.slow
 def test_steps_of_chunks_and_single_rows_equal_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts on the matrix units beside decode rows, in steps with room for more of both."""
     monkeypatch.setattr(cuda_runner, "MUCH", 0)
@@ -168,6 +169,7 @@ async def rows_of(engine: hw.Engine, prompt: list[int], cuts: list[int]) -> list
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ONE_FAMILY)
 def test_deterministic_rows_have_the_same_bits_in_any_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
@@ -208,6 +210,7 @@ async def biased(engine: hw.Engine, seed: int) -> list[int]:
         return [*drawn, *best, *await ctx.generate(how, max_tokens=4, stop_only=True).tokens()]
 
 
+@pytest.mark.slow
 def test_biases_for_every_token_equal_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     async def all_of_them(engine: hw.Engine) -> list[list[int]]:
         return list(await asyncio.gather(*(biased(engine, seed) for seed in range(3))))
@@ -252,6 +255,7 @@ async def moved(engine: hw.Engine) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_moved_slots_and_new_weights_equal_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for mode in ("triton", "off"):

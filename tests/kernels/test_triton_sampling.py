@@ -15,7 +15,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from headway.base.samplers import Sampling  # noqa: E402
+from headway.base.specs.samplers import Sampling  # noqa: E402
 from headway.kernels.reference import sampling as reference  # noqa: E402
 from headway.kernels.triton import sampling  # noqa: E402
 
@@ -89,6 +89,7 @@ def test_every_way_of_drawing_agrees_with_the_reference(vocab: int) -> None:
         agree(logits, [reference.RowSampler(way, float(rng.random()) if way.temperature else 0.0) for way in WAYS])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_ties_masks_and_infinities_agree_with_the_reference(data: st.DataObject) -> None:
@@ -109,6 +110,7 @@ def test_ties_masks_and_infinities_agree_with_the_reference(data: st.DataObject)
     agree(logits, draws)
 
 
+@pytest.mark.slow
 def test_what_ties_for_the_last_place_of_top_k_binds_no_ties_above_it() -> None:
     logits = torch.tensor([[1.0] * 38 + [0.5] * 32 + [-1.0] * 9000], device=DEVICE)
     for way in (Sampling(top_k=40, top_p=0.9), Sampling(top_k=40, top_p=0.99), Sampling(top_p=0.9), Sampling(top_k=40)):
@@ -125,6 +127,7 @@ def test_broken_rows_are_told_apart_and_disturb_no_other() -> None:
     assert found == [expected, sampling.NO_TOKEN, sampling.UNDECIDED, sampling.UNDECIDED]
 
 
+@pytest.mark.slow
 def test_several_draws_of_one_row_follow_its_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]], device=DEVICE)
     way, count = Sampling(top_k=3), 200

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import headway as hw
 from headway.kv.allocator import Allocator, Clear, Copy
+from support.properties import examples
 
 
 def key(n: int) -> bytes:
@@ -236,4 +237,4 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import headway as hw
-from headway.base.brle import Brle
+from headway.base.specs.brle import Brle
 from headway.kv.allocator import Allocator, Clear, Copy, Export, Import
 from headway.kv.table import Log, PageTable
+from support.properties import examples
 
 SIZE = 4
 
@@ -617,7 +618,7 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestWalk.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

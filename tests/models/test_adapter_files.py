@@ -19,6 +19,7 @@ import headway as hw
 from headway.models.adapters.bound import bind
 from headway.testing import random_config
 from support.gguf_files import write
+from support.properties import examples
 
 Tensors = dict[str, torch.Tensor]
 NAME = "base_model.model.model.layers.{}.{}.lora_{}.weight"
@@ -233,7 +234,7 @@ PATTERNS = ["rank_pattern", "alpha_pattern", "exclude_modules", "layers_pattern"
 FIELDS = [*CONFIG, *PATTERNS, "use_rslora", "init_lora_weights"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3))
 def test_any_config_is_read_or_refused(config: dict[str, Any]) -> None:
     with contextlib.suppress(hw.BadModelFile, hw.Unsupported):

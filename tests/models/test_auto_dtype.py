@@ -7,7 +7,7 @@ import torch
 
 import headway as hw
 from headway.cli.facts import read_model
-from headway.models.load import stored_dtype
+from headway.models.weights.load import stored_dtype
 from headway.runtime.device import dtype_name, pick_dtype
 from support.gguf_files import write_gguf
 from support.hf import random_hf, save_hf
@@ -49,10 +49,18 @@ def test_a_file_of_several_types_has_none(tmp_path):
     assert stored_dtype(write_gguf(tmp_path / "model.gguf", random_hf("llama", 0)[1], kind=kind)) is None
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", None)])
+def test_float32_matrices_beside_others_do_not_change_it(tmp_path, kind, dtype):
+    """Routers of experts are float32 in files of halves."""
+    model = random_hf("llama", 0, hidden_size=64, intermediate_size=96)[1]
+    path = write_gguf(tmp_path / "model.gguf", model, kind=lambda name: "F32" if "attn_q" in name else kind)
+    assert stored_dtype(path) == dtype
+
+
 def test_the_computed_dtype_is_that_of_the_choice(tmp_path, monkeypatch):
     """What `auto` chooses for a GPU is what the weights are loaded in."""
     from headway.base.config import settings
-    from headway.models import load_tensors
+    from headway.models.weights import load_tensors
     from headway.runtime.runners import select
 
     seen = []

@@ -30,12 +30,26 @@ class Case:
     expected: np.ndarray  # [N, V]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+CASES = [*NAMES, *(pytest.param(f"{name}, torch", marks=pytest.mark.slow) for name in NAMES)]
+
+
+@pytest.fixture(autouse=True)
+def path(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of a test are of its case's path."""
+    monkeypatch.setenv("HEADWAY_NATIVE", "off" if case.engine.info.runner == "torch" else "require")
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    _, model = variant(request.param)
-    folder = save_hf(tmp_path_factory.mktemp(request.param), model)
+    name, _, path = request.param.partition(", ")
+    _, model = variant(name)
+    folder = save_hf(tmp_path_factory.mktemp(name), model)
     tokens = random_tokens(model.config.vocab_size, N)
-    with hw.Engine(folder, pages=PAGES, threads=2) as engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADWAY_NATIVE", "off" if path else "require")
+        engine = hw.Engine(folder, pages=PAGES, threads=2, step_ms=60_000)
+    with engine:
+        assert engine.info.runner.startswith(path or "native")
         yield Case(model, folder, engine, tokens, reference_logits(model, tokens))
 
 
@@ -76,13 +90,13 @@ def test_a_decode_row_beside_a_prompt_in_one_ragged_batch(case: Case) -> None:
 def test_the_old_spelling_of_the_config_and_sharded_weights(case: Case, tmp_path: Path) -> None:
     folder = save_hf(tmp_path, case.model, shards=True, old=True)
     assert len(list(folder.glob("*.safetensors"))) > 1
-    with hw.Engine(folder, pages=PAGES, threads=2) as engine:
+    with hw.Engine(folder, pages=PAGES, threads=2, step_ms=60_000) as engine:
         assert engine.config == case.engine.config
         np.testing.assert_array_equal(all_logits(engine, case.tokens), all_logits(case.engine, case.tokens))
 
 
 def test_the_exact_path_agrees_too(case: Case) -> None:
-    with hw.Engine(case.folder, pages=PAGES, threads=2, deterministic=True) as engine:
+    with hw.Engine(case.folder, pages=PAGES, threads=2, deterministic=True, step_ms=60_000) as engine:
         assert_close(all_logits(engine, case.tokens), case.expected)
 
 

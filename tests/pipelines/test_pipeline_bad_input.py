@@ -180,3 +180,17 @@ def test_bad_arguments_of_pipeline(given: dict[str, Any], words: str) -> None:
         hw.pipeline(
             "sentence-embedding", encoders.model("bert", "base"), tokenizer=encoders.tokenizer("bert"), **options
         )
+
+
+@pytest.mark.parametrize("given", [("text-generation", "x" * 5000), (None, "x" * 5000), ("fill-mask", "org\0" * 99)])
+def test_a_model_that_no_file_can_be_called_is_not_found(given: tuple[str | None, str]) -> None:
+    with pytest.raises(hw.ModelNotFound, match="there is no model") as error:
+        hw.pipeline(*given)
+    assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("task", ["x" * 5000, [0] * 5000])
+def test_a_long_task_is_not_echoed_whole(task: Any) -> None:
+    with pytest.raises(hw.HeadwayError, match="task") as error:
+        hw.pipeline(task, "smollm2")
+    assert len(str(error.value)) < 600

@@ -108,11 +108,11 @@ def test_closing_fails_what_waits() -> None:
 
     def hold() -> None:
         held.set()
-        go.wait(10)
+        go.wait(60)
 
     holder = threading.Thread(target=lambda: p._batcher.call(hold))
     holder.start()
-    held.wait(10)
+    held.wait(60)
 
     async def main() -> Any:
         waiting = asyncio.create_task(p.submit("the film"))
@@ -121,7 +121,7 @@ def test_closing_fails_what_waits() -> None:
         await asyncio.sleep(0.05)
         go.set()
         await closing
-        return await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 10)
+        return await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 60)
 
     [found] = asyncio.run(main())
     holder.join()

@@ -21,6 +21,7 @@ from headway.pipelines.row_queue import MAX_PADDING, BatchLimits, RowQueue, Wait
 from headway.pipelines.task import Row
 from headway.pipelines.tasks.embedding import SentenceEmbedding
 from support import encoders
+from support.properties import examples
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,7 @@ def test_a_forgotten_pipeline_ends_its_threads_and_frees_its_model() -> None:
     assert batcher is not None
     del p
     gc.collect()
-    batcher.join(5)
+    batcher.join(60)
     assert not batcher.is_alive()
     gc.collect()
     assert gone() is None
@@ -230,7 +231,7 @@ class TestPlanning:
     """The choice of rows: pure, so any mix of lengths can be tried."""
 
     @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 200), st.integers(1, 9), st.booleans())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def test_every_row_is_taken_once_within_the_limits(
         self, lengths: list[int], tokens: int, rows: int, padded: bool
     ) -> None:

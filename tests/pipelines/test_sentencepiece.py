@@ -131,6 +131,7 @@ def test_m2m100_is_told_its_languages(tmp_path: Path) -> None:
             assert one == {"translation_text": words.decode(ids[0], skip_special_tokens=True)}
 
 
+@pytest.mark.slow
 def test_without_sentencepiece_the_extra_is_named(marian: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys; sys.modules['sentencepiece'] = None\n"

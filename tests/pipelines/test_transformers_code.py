@@ -74,6 +74,13 @@ SNIPPETS = {
         pipe = pipeline(task="text-classification", model=classifier, tokenizer=classifier, framework=None, device=-1)
         result = pipe(["the film " * 90, "a bank"], padding=True, truncation=True, max_length=16, batch_size=2)
     """,
+    "a limit of the tokenizer's": """
+        pipe = pipeline("text-classification", model=classifier, device=-1)
+        pipe.tokenizer.model_max_length = 8
+        result = [pipe("the film was great in paris and anna works at a bank", truncation=True)]
+        pipe.tokenizer.model_max_length = 10
+        result.append(pipe("the film was great in paris and anna works at a bank", truncation=True))
+    """,
     "a generator": """
         pipe = pipeline("text-classification", model=classifier, device=-1, use_fast=True)
         def data():
@@ -215,6 +222,7 @@ REFUSED = {
     "both devices": ({"device_map": "auto", "device": "cpu"}, "both given; pass one"),
     "both dtypes": ({"dtype": "float32", "torch_dtype": "float16"}, "pass dtype alone"),
     "revision": ({"revision": "v1"}, "has no revisions: only a hub id"),
+    "an array as revision": ({"revision": np.zeros(0)}, "revision is .*; it must be a branch"),
     "config": ({"config": "x"}, r"pass that \(model=\.\.\.\)"),
     "pipeline_class": ({"pipeline_class": dict}, r"hw\.register_task"),
     "num_workers": ({"num_workers": -1}, "num_workers is -1"),
@@ -368,6 +376,24 @@ def test_generate_gives_what_transformers_generate_gives(
         assert [int((scores > -torch.inf).sum()) for scores in drawn.scores] == [4, 4, 4]
         with pytest.raises(hw.InvalidInput, match="output_scores needs return_dict_in_generate=True"):
             p.generate("the quick", output_scores=True)
+
+
+def test_parameters_of_generate_that_cannot_be_had_name_what_to_use(folders: dict[str, Any]) -> None:
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3}
+    with hw.pipeline("text-generation", folders["decoder"]) as p:
+        for wrong, words in (
+            ({"suppress_tokens": [4, 5]}, r"bad_words_ids=\[\[id\]"),
+            ({"forced_eos_token_id": 2}, r"logits=hook"),
+            ({"prefix_allowed_tokens_fn": len}, r"constrain="),
+            ({"max_time": 2.5}, "steps of"),
+            ({"prompt_lookup_num_tokens": 2}, "speculate="),
+            ({"num_beam_groups": 2}, "diverse beams"),
+        ):
+            for call in (p, p.generate):
+                with pytest.raises(hw.Unsupported, match=words):
+                    call("the quick", **greedy, **wrong)
+        off = {"suppress_tokens": None, "guidance_scale": 1.0, "num_beam_groups": 1, "renormalize_logits": False}
+        assert p("the quick", **greedy, **off) == p("the quick", **greedy)
 
 
 @pytest.mark.parametrize(

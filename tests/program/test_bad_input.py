@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 import headway as hw
 from headway import Argmax, Brle, Logits, Mask
-from headway.base.samplers import resolve
+from headway.base.specs.samplers import resolve
 from headway.runtime.batch import Batch
 from headway.runtime.passes import Feed, Pass, Readout
 from headway.testing import random_model
 from support.checks import assert_close, logit_rows, random_tokens
+from support.properties import examples
 from support.watched import WatchedRunner
 
 V, PAGE, LIMIT, LAYERS = 97, 8, 256, 2
@@ -198,9 +199,13 @@ def test_ids_of_the_wrong_type(ctx: hw.Context, place: str, kind: str) -> None:
 @pytest.mark.parametrize("bad", [-1, LIMIT, 1 << 31, 1 << 63])
 def test_positions_outside_the_model(ctx: hw.Context, bad: int) -> None:
     refuses(ValueError, lambda: ctx.forward().input_at([1, 2], [3, bad]), str(bad))
-    refuses(ValueError, lambda: ctx.execute(Pass((3, 4, 5), (21, 22, bad), pending=2)), str(bad))
     if bad >= LIMIT:
         refuses(hw.ContextLengthExceeded, lambda: ctx.forward().input_at([1], [bad]), f"context limit is {LIMIT}")
+
+
+@pytest.mark.parametrize("bad", [-1, LIMIT, 1 << 31, 1 << 63])
+def test_positions_by_hand_outside_the_model(ctx: hw.Context, bad: int) -> None:
+    refuses(ValueError, lambda: ctx.execute(Pass((3, 4, 5), (21, 22, bad), pending=2)), str(bad))
 
 
 @pytest.mark.parametrize("kind", WRONG_IDS)
@@ -277,7 +282,7 @@ def test_more_tokens_than_the_model_has(ctx: hw.Context, probe: Any) -> None:
         ctx.forward().probe(-1, probe)
 
 
-@pytest.mark.parametrize(
+NO_LAYERS = pytest.mark.parametrize(
     ("probe", "says"),
     [
         (hw.Hidden(LAYERS + 1), "hidden states 0 to 2"),
@@ -286,8 +291,15 @@ def test_more_tokens_than_the_model_has(ctx: hw.Context, probe: Any) -> None:
         (hw.Hidden(1 << 63), "hidden states 0 to 2"),
     ],
 )
+
+
+@NO_LAYERS
 def test_layers_the_model_does_not_have(ctx: hw.Context, probe: Any, says: str) -> None:
     refuses(IndexError, lambda: ctx.forward().probe(-1, probe), says)
+
+
+@NO_LAYERS
+def test_layers_by_hand_that_the_model_does_not_have(ctx: hw.Context, probe: Any, says: str) -> None:
     refuses(IndexError, lambda: ctx.execute(by_hand(Readout(2, probe))), says)
 
 
@@ -363,7 +375,7 @@ def test_a_flush_refuses_what_a_pass_refuses(ctx: hw.Context) -> None:
         (~Mask.causal(), ValueError),
     ):
         refuses(error, lambda m=mask: asyncio.run(ctx.flush(m)))  # type: ignore[arg-type]
-    refuses(TypeError, lambda: asyncio.run(ctx.flush(adapter="mine")), "adapter")  # type: ignore[arg-type]
+    refuses(TypeError, lambda: asyncio.run(ctx.flush(adapter=3)), "adapter")  # type: ignore[arg-type]
 
 
 def test_a_flush_of_nothing_takes_no_mask(engine: hw.Engine) -> None:
@@ -442,7 +454,7 @@ def test_a_setter_that_raises_leaves_the_builder_as_it_was(engine: hw.Engine) ->
             lambda: forward.mask(allow=[V]),
             lambda: forward.mask(allow=[1], rows=["a"]),
             lambda: forward.attention_mask([["x"]]),  # type: ignore[list-item]
-            lambda: forward.adapter("a"),  # type: ignore[arg-type]
+            lambda: forward.adapter(3),  # type: ignore[arg-type]
         ):
             with pytest.raises(hw.HeadwayError):
                 wrong()
@@ -472,6 +484,7 @@ def test_times_that_cannot_be_waited(engine: hw.Engine, timeout: Any, error: typ
 
 def test_the_name_of_an_adapter_is_not_an_adapter(ctx: hw.Context) -> None:
     refuses(TypeError, lambda: ctx.forward().adapter("mine", 0.5), "not an adapter")  # type: ignore[arg-type]
+    refuses(TypeError, lambda: asyncio.run(ctx.flush(adapter="mine")), "adapter")  # type: ignore[arg-type]
 
 
 def test_text_without_a_tokenizer_is_refused(ctx: hw.Context) -> None:
@@ -505,7 +518,7 @@ class Gate(WatchedRunner):
 
     def before(self, batch: Batch) -> None:
         self.entered.set()
-        assert self.open.wait(30)
+        assert self.open.wait(60)
 
     def __enter__(self) -> Gate:
         return self
@@ -537,7 +550,7 @@ def test_a_context_with_a_pass_in_flight_is_busy(engine: hw.Engine, name: str) -
     with engine.context() as context, Gate(engine) as gate:
         context.fill([3, 4])
         running = context.forward().input([5]).execute()
-        assert gate.entered.wait(30)
+        assert gate.entered.wait(60)
         assert (context.seq_len, context.pending) == (0, (3, 4))
         refuses(hw.ContextBusy, lambda: CHANGES[name](context), "in flight")
         gate.open.set()
@@ -732,7 +745,7 @@ VERBS = (
 TWO = ("input_at", "sample", "probe", "discard_pages")
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=st.lists(st.tuples(st.sampled_from(VERBS), values, values), min_size=1, max_size=4))
 def test_arbitrary_values_are_used_or_refused_and_never_break_anything(engine: hw.Engine, calls: list[Any]) -> None:
     with engine.context() as context:
@@ -775,6 +788,7 @@ TAKES_NO_SCALAR: dict[str, Callable[[hw.Context, Any], Any]] = {
     "runs": lambda c, v: hw.Brle(v),
     "attention rows": lambda c, v: c.forward().attention_mask([v]),
     "choices": lambda c, v: hw.Grammar.choices(v),
+    "probe": lambda c, v: c.generate(probe=v),
     "intervals": lambda c, v: hw.Brle.from_intervals(5, v),
 }
 
@@ -857,3 +871,65 @@ def test_a_picture_of_a_huge_mask_computes_only_what_it_draws() -> None:
 
 def test_a_salt_that_is_not_unicode_never_reaches_the_worker(engine: hw.Engine) -> None:
     refuses(ValueError, lambda: engine.context(salt="\ud800"), "surrogate")
+
+
+ENDLESS = range(1 << 70)
+LONG = "é" * 3000
+SEVERAL = ((0, np.array([1, 2])), (1, torch.tensor([1, 2])))
+ELSEWHERE: dict[str, Callable[[Any], object]] = {
+    "at": lambda c: Mask.window(2).at("5"),
+    "bind too many": lambda c: Mask.window(2).bind(0, 1 << 31),
+    "bind far": lambda c: Mask.window(2).to_runs(1 << 64, 1),
+    "bind total": lambda c: Mask.window(2).bind(0, 1, total=LONG),
+    "endless runs": lambda c: Brle.from_runs(ENDLESS),
+    "endless blocks": lambda c: Mask.blocks(ENDLESS),
+    "endless ids": lambda c: c.fill(ENDLESS),
+    "endless stops": lambda c: c.generate(stop=ENDLESS),
+    "endless choices": lambda c: hw.Grammar.choices(ENDLESS),
+    "a class of runs": lambda c: Brle.from_runs(str),
+    "a numpy class of runs": lambda c: Brle.from_runs(np.float16),
+    "a class of ids": lambda c: c.fill(list),
+    "bfloat16 ids": lambda c: c.fill(torch.tensor([3.0], dtype=torch.bfloat16)),
+    "ids without values": lambda c: c.fill(torch.zeros(2, dtype=torch.int64, device="meta")),
+    "a stop without a value": lambda c: c.generate(stop=[torch.zeros((), device="meta")]),
+    "pin salt": lambda c: c.engine.cache.pin([1], salt="\ud800"),
+    "unpin salt": lambda c: c.engine.cache.unpin([1], salt=5),
+    "a pass": lambda c: c.execute(LONG),
+    "logits beyond memory": lambda c: hw.draw(range(10**15), hw.Argmax()),
+    "a bias beyond memory": lambda c: c.forward().input([1]).bias(range(10**15)),
+    "progress": lambda c: hw.Engine(random_model(), pages=4, progress=torch.zeros(0)),
+    "breakers": lambda c: c.generate(dry_multiplier=1, dry_sequence_breakers=np.float32(1)),
+    "endless breakers": lambda c: c.generate(dry_multiplier=1, dry_sequence_breakers=ENDLESS),
+    "chat on_error": lambda c: c.chat("hi", on_error=LONG),
+    "chat timeout": lambda c: c.chat("hi", timeout=LONG),
+    "chat stop": lambda c: c.chat("hi", stop=None),
+    "chat tools": lambda c: c.chat("hi", tools=np.array(3)),
+    **{f"causal {i}": lambda c, v=v: Mask.window(2).picture(0, 3, causal=v) for i, v in SEVERAL},
+    **{f"on_error {i}": lambda c, v=v: c.chat("hi", on_error=v) for i, v in SEVERAL},
+    **{f"tool_choice {i}": lambda c, v=v: c.chat("hi", tool_choice=v) for i, v in SEVERAL},
+    **{f"compact {i}": lambda c, v=v: hw.Grammar.json_object(compact=v) for i, v in SEVERAL},
+    **{f"contexts {i}": lambda c, v=v: c.engine.update_weights({}, v) for i, v in SEVERAL},
+    **{f"automatic {i}": lambda c, v=v: c.engine.enable_profiling(automatic=v) for i, v in SEVERAL},
+    **{f"collect {i}": lambda c, v=v: synchronous(c).decode_step(hw.DecodeState(), 1, v) for i, v in SEVERAL},
+    **{
+        f"validate {i}": lambda c, v=v: synchronous(c).prefill_batched(hw.DecodeState(), [1], validate=v)
+        for i, v in SEVERAL
+    },
+}
+
+
+def synchronous(context: hw.Context) -> hw.InferenceEngine:
+    return hw.InferenceEngine(context.engine)
+
+
+@pytest.mark.parametrize("call", ELSEWHERE)
+def test_values_of_other_kinds_give_short_errors_of_ours(ctx: hw.Context, call: str) -> None:
+    with pytest.raises(hw.HeadwayError) as raised:
+        ELSEWHERE[call](ctx)
+    assert len(str(raised.value)) < 300
+
+
+def test_a_name_that_is_no_model_is_cut() -> None:
+    with pytest.raises(hw.ModelNotFound, match=r"there is no model 'é+") as raised:
+        hw.Engine(LONG)
+    assert len(str(raised.value)) < 500

@@ -10,6 +10,7 @@ import pytest
 
 import headway as hw
 from headway import Mask
+from headway.program.engine import Engine
 from headway.testing import random_model
 from support import world as w
 from support.checks import assert_close, random_tokens
@@ -22,7 +23,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module", params=swept(FAMILIES, 2))
 def engine(request: pytest.FixtureRequest) -> Iterator[hw.Engine]:
-    with hw.Engine(random_model(request.param, vocab_size=V), threads=1, pages=400, page_size=PAGE) as made:
+    with hw.Engine(
+        random_model(request.param, vocab_size=V), threads=1, pages=400, page_size=PAGE, step_ms=60_000
+    ) as made:
         yield made
 
 
@@ -58,7 +61,9 @@ def test_chunks_of_a_pass_do_not_change_it(engine: hw.Engine, budget: int) -> No
     """A small budget cuts prompts into chunks that share steps with others; passes that see ahead run whole."""
     crowd = [(work, i) for i, work in enumerate(SUBJECTS.values())]
     whole = run(engine, crowd)
-    with hw.Engine(engine.decoder, threads=1, pages=400, page_size=PAGE, max_batch_tokens=budget) as cut:
+    with hw.Engine(
+        engine.decoder, threads=1, pages=400, page_size=PAGE, max_batch_tokens=budget, step_ms=60_000
+    ) as cut:
         parts = run(cut, crowd)
     assert max(out.stats.steps for out, _ in parts) > 22 // budget
     for (one, handles), (other, again) in zip(whole, parts, strict=True):
@@ -141,7 +146,8 @@ def test_a_storm_of_programs_against_the_oracle() -> None:
 
     async def program(engine: hw.Engine) -> None:
         shared = await asyncio.gather(*(wander(engine, seed) for seed in range(12)))
-        assert sum(shared) > 0  # some shared a step; how many depends on the machine
+        if isinstance(engine, Engine):  # elsewhere messages come one by one
+            assert sum(shared) > 0  # some shared a step; how many depends on the machine
 
-    with hw.Engine(folder, threads=1, pages=200, page_size=PAGE) as engine:
+    with hw.Engine(folder, threads=1, pages=200, page_size=PAGE, step_ms=60_000) as engine:
         engine.run(program)

@@ -23,13 +23,14 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 import headway as hw
 from headway.base.errors import TokenBudgetExceeded
 from headway.base.events import StepEvent
-from headway.program.generation.beam_choice import drawn
-from headway.program.generation.beams import Continuation, beam_search
 from headway.program.generation.ngrams import banned_by_ngrams
-from headway.program.generation.topk import topk
+from headway.program.generation.sequences.beam_choice import drawn
+from headway.program.generation.sequences.beams import Continuation, beam_search
+from headway.program.generation.sequences.topk import topk
 from headway.testing import random_model
 from support.checks import random_tokens
 from support.hf import random_hf, save_hf, variant
+from support.properties import examples
 from support.sweeps import swept
 
 V = 97
@@ -607,7 +608,7 @@ def test_a_busy_context_is_refused(engine: hw.Engine) -> None:
     share=st.floats(0, 1),
     seed=st.integers(0, 1 << 30),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_ties_fall_as_torchs_topk_lets_them_fall(count: int, levels: int, share: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, levels, count).astype(np.float32)

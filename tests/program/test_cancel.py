@@ -41,7 +41,7 @@ class Gate(WatchedRunner):
             self.open.clear()
         self.steps_before_shutting -= 1
         self.entered.release()
-        assert self.open.wait(30)
+        assert self.open.wait(60)
         if self.poison is not None and self.poison in tokens_of(batch):
             raise RuntimeError("no such memory")
 
@@ -55,7 +55,7 @@ class Gate(WatchedRunner):
             self.open.clear()
 
     def someone_waits(self) -> None:
-        assert self.entered.acquire(timeout=30)
+        assert self.entered.acquire(timeout=60)
 
 
 @pytest.fixture(params=["llama-gqa-tied", "mistral-window"])
@@ -389,7 +389,7 @@ def test_cancelling_the_first_of_a_chain_undoes_all_of_it(parts: tuple[hw.Engine
     assert snapshot(twin.context)[:3] == before[:3]
     for execution in running[1:]:
         with pytest.raises((hw.Closed, CancelledError)):
-            execution.result(timeout=10)
+            execution.result(timeout=60)
     twin.run([9])
     engine._allocator.check([twin.context._table.held()])
 

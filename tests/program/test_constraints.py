@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Backend
 
 import headway as hw
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
-from headway.base.masks import logit_mask
+from headway.base.specs.masks import logit_mask
 from headway.program.constraints import cache as grammar_cache
 from headway.program.constraints.constraint import compile
 from headway.program.constraints.grammar import CHOICES, LARK_NAMES, Grammar
@@ -261,6 +261,25 @@ def matches(constraint, tokenizer, text):
         ({"type": "number", "exclusiveMinimum": 0.5}, "0.51", "0.5"),
         ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, "[1]", "[1,2]"),
         ({"x-note": "an annotation", "type": "null"}, "null", "1"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1,1]", '["a"]'),
+        ({"type": "string", "nullable": False, "unevaluatedProperties": True}, '"a"', "null"),
+        (obj({"a": {"type": "null"}, "b": {"type": "null"}}, [], maxProperties=2), '{"b":null}', '{"c":null}'),
+        (
+            {
+                "propertyNames": {"$ref": "#/$defs/n"},
+                "additionalProperties": {"type": "null"},
+                "type": "object",
+                "$defs": {"n": {"enum": ["a", "b"], "type": "string"}},
+            },
+            '{"b":null}',
+            '{"c":null}',
+        ),
+        (
+            {"propertyNames": {"const": "a"}, "properties": {"a": {"type": "null"}, "b": {}}, "type": "object"},
+            '{"a":null}',
+            '{"b":null}',
+        ),
+        (obj({"a": {"type": "null"}}, minProperties=1) | {"additionalProperties": True}, '{"a":null}', "{}"),
     ],
 )
 def test_single_documents(schema, good, bad, start, tokenizer):
@@ -531,6 +550,18 @@ def test_a_text_can_be_followed_however_many_states_the_texts_of_others_took(sta
     assert walk(0) == first
 
 
+def test_a_full_table_of_states_refuses_no_token_that_the_schema_allows(start, tokenizer):
+    """Trying this schema out fills the table that its texts share; each gets one of its own, with masks or without."""
+    words = {"type": "string", "pattern": r"^(?:\S+\s+){0,49}\S+$", "minLength": 1, "maxLength": 500}
+    text, constraint = '{"a": "This is a summary of it"}', start(Grammar.json_schema(obj({"a": words})))
+    for token in tokenizer.encode(text):
+        constraint.accept(token)
+    assert constraint.may_end
+    other = start(Grammar.json_schema(obj({"a": words})))
+    with pytest.raises(InvalidInput, match=r"token \d+ is not allowed after the 0 tokens so far"):
+        other.accept(tokenizer.encode("x")[0])
+
+
 # --- other vocabularies
 
 
@@ -630,6 +661,10 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         ({"not": {"type": "string"}}, "'not'"),
         ({"if": {}, "then": {}}, "'if'"),
         ({"propertyNames": {}}, "propertyNames"),
+        ({"propertyNames": {"enum": ["ab", "c"], "maxLength": 1}}, "propertyNames"),
+        ({"propertyNames": {"enum": 5}}, "propertyNames"),
+        ({"propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
+        ({"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "propertyNames"),
         ({"dependentRequired": {}}, "dependentRequired"),
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"$dynamicRef": "#"}, "dynamicRef"),
@@ -645,6 +680,10 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
             r"one of the oneOf at #/properties/a, #/\$defs/d may overlap: use anyOf",
         ),
         ({"type": "object", "minProperties": 2}, "minProperties"),
+        (
+            obj({"a": obj({"b": {}}, []) | {"additionalProperties": {}, "maxProperties": 3}}),
+            "out .* at #/properties/a, ",
+        ),
         ({"type": "string", "format": "iri"}, "format"),
         ({"type": "text"}, "type"),
         ({"type": "string", "minLength": -1}, "minLength"),
@@ -661,7 +700,7 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         ({"type": "string", "pattern": "a.{1,300}b.{1,300}c", "maxLength": 500}, "too many"),
         ({"$ref": "http://example.com/schema"}, "inside the schema"),
         ({"$ref": "#/$defs/missing"}, "no subschema"),
-        ({"properties": {"a": {"$id": "b"}}}, r"\$id"),
+        ({"properties": {"a": {"$id": "b", "items": {"$ref": "#"}}}}, r"\$id"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, r"\$schema"),
         (nest(DEPTH), f"{DEPTH} levels"),
         ({"enum": [[i] for i in range(NODES)]}, f"{NODES} subschemas"),
@@ -786,6 +825,8 @@ def test_the_benchmark_measures_every_grammar(tmp_path, smollm2_path):
     ("schema", "good", "bad"),
     [
         ({"$schema": "http://json-schema.org/draft-04/schema#", "id": "http://a/b", "type": "null"}, "null", "1"),
+        ({"type": "array", "items": {"id": "/items", "type": "null"}}, "[null]", "[1]"),
+        ({"type": "string", "_format": "date", "_require": ["a"]}, '"x"', "1"),
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 9}, "4", "3"),
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": False, "maximum": 9}, "3", "2"),
         ({"type": "string", "maxLength": 2.0}, '"ab"', '"abc"'),

@@ -1,20 +1,24 @@
 """The text of a generation goes on where the prompt's text ends, for tokenizers that strip a leading space."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+import torch
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 import headway as hw
 from headway.program.chat.reader import ReplyReader
-from headway.program.generation.beams import decoded
-from headway.server.openai.tokens import TokenStream
+from headway.program.generation.sequences.beams import decoded
+from headway.server.api.tokens import TokenStream
 from headway.testing import ScriptedRunner
 from support.gguf_files import write_gguf
 from support.hf import random_hf, save_hf
+from support.live import Live, live
 
 WORDS = ["▁Once", "▁upon", "▁a", "▁time"]
 CHARACTERS = sorted(set("".join(WORDS)))
@@ -24,9 +28,20 @@ TEMPLATE = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' }}{% en
 
 
 def _model() -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    sizes |= {"num_key_value_heads": 1, "intermediate_size": 8, "vocab_size": len(TOKENS)}
-    return random_hf("llama", 0, **sizes)[1]
+    """Whose layers do nothing and whose head writes the words in order, and the second after anything else."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": len(TOKENS)}
+    model = random_hf("llama", 0, **sizes)[1]
+    state: dict[str, torch.Tensor] = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+    for name, one in state.items():
+        one.fill_(1.0 if "norm" in name else 0.0)
+    state["model.embed_tokens.weight"].fill_diagonal_(1.0)
+    words = [TOKENS.index(word) for word in WORDS]
+    follows = dict(pairwise(words)) | {words[-1]: TOKENS.index("</s>")}
+    for id in range(len(TOKENS)):
+        state["lm_head.weight"][follows.get(id, words[1]), id] = 10.0
+    model.load_state_dict(state)
+    return model
 
 
 def _folder(path: Path) -> Path:
@@ -137,3 +152,27 @@ def test_offsets_of_streamed_tokens_count_the_space(engine):
         generation, stream = ctx.generate(max_tokens=9), TokenStream(engine, ctx.text_before, len("Once"))
         tokens = stream.push(generation.accept(TIME), len(TIME))
         assert [token.offset for token in tokens] == [4, 9, 11]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    path = _folder(tmp_path_factory.mktemp("served") / "hf")
+    with live(hw.Engine(path, device="cpu", threads=1, pages=100), model="words") as server:
+        yield server
+
+
+def test_a_server_continues_texts_with_their_space_and_begins_messages_without(served):
+    greedy: dict[str, Any] = {"max_tokens": 3, "temperature": 0}
+    for fields in ({}, {"skip_special_tokens": False}, {"prompt": [1, *ids("▁Once")]}):
+        assert served.complete(**{"prompt": "Once", **greedy, **fields})["choices"][0]["text"] == " upon a time"
+    options = {"num_predict": 3, "temperature": 0}
+    raw = {"model": "words", "raw": True, "stream": False, "options": options}
+    assert served.post("/api/generate", prompt="Once", **raw).json["response"] == " upon a time"
+    chat: list[Any] = [{"role": "user", "content": "a"}]
+    assert served.chat(chat, **greedy)["choices"][0]["message"]["content"] == "upon a time"
+    begun = [*chat, {"role": "assistant", "content": "Once"}]
+    for fields in ({}, {"skip_special_tokens": False}):
+        last = {"continue_final_message": True, "add_generation_prompt": False, **fields, **greedy}
+        assert served.chat(begun, **last)["choices"][0]["message"]["content"] == " upon a time"
+    message = served.post("/v1/messages", model="words", messages=begun, **greedy).json
+    assert message["content"][0]["text"] == " upon a time"

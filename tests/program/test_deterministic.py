@@ -37,7 +37,9 @@ def exact(decoder: Decoder) -> Iterator[hw.Engine]:
 
 
 def made(decoder: Decoder, **options: Any) -> hw.Engine:
-    return hw.Engine(decoder, **{"threads": 1, "pages": 400, "page_size": PAGE, "deterministic": True, **options})
+    return hw.Engine(
+        decoder, **{"threads": 1, "pages": 400, "page_size": PAGE, "deterministic": True, "step_ms": 60_000, **options}
+    )
 
 
 def assert_same_bits(one: Any, other: Any) -> None:

@@ -25,13 +25,13 @@ V = 97
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[hw.Engine]:
-    with hw.Engine(random_model(), pages=64, threads=2) as made:
+    with hw.Engine(random_model(), pages=64, threads=2, step_ms=60_000) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def exact() -> Iterator[hw.Engine]:
-    with hw.Engine(random_model("qwen3", layers=3), pages=256, threads=2, deterministic=True) as made:
+    with hw.Engine(random_model("qwen3", layers=3), pages=256, threads=2, deterministic=True, step_ms=60_000) as made:
         yield made
 
 
@@ -76,7 +76,9 @@ def among_neighbors(engine: hw.Engine, context: hw.Context, tokens: list[int], r
 def test_deterministic_bits_do_not_depend_on_the_token_budget(exact: hw.Engine) -> None:
     tokens = random_tokens(V, 90, 5)
     for budget in (1, 13, 512):
-        with hw.Engine(exact.decoder, pages=64, threads=2, deterministic=True, max_batch_tokens=budget) as other:
+        with hw.Engine(
+            exact.decoder, pages=64, threads=2, deterministic=True, max_batch_tokens=budget, step_ms=60_000
+        ) as other:
             np.testing.assert_array_equal(all_logits(other, tokens), all_logits(exact, tokens))
 
 
@@ -86,7 +88,7 @@ def test_deterministic_bits_do_not_depend_on_the_token_budget(exact: hw.Engine) 
 )
 def test_deterministic_prompt_and_decode_have_the_same_bits(family: str, sizes: dict[str, int]) -> None:
     tokens = random_tokens(V, 70)
-    with hw.Engine(random_model(family, **sizes), pages=32, threads=2, deterministic=True) as engine:
+    with hw.Engine(random_model(family, **sizes), pages=32, threads=2, deterministic=True, step_ms=60_000) as engine:
         with engine.context() as context:
             decoded = np.concatenate([logit_rows(context, [t]) for t in tokens])
         np.testing.assert_array_equal(decoded, all_logits(engine, tokens))
@@ -94,7 +96,7 @@ def test_deterministic_prompt_and_decode_have_the_same_bits(family: str, sizes: 
 
 def test_both_modes_compute_the_same_model(engine: hw.Engine) -> None:
     tokens = random_tokens(V, 50)
-    with hw.Engine(engine.decoder, pages=32, threads=2, deterministic=True) as exact:
+    with hw.Engine(engine.decoder, pages=32, threads=2, deterministic=True, step_ms=60_000) as exact:
         assert_close(all_logits(exact, tokens), all_logits(engine, tokens))
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import headway as hw
-from headway.base.brle import Brle
-from headway.base.samplers import resolve
+from headway.base.specs.brle import Brle
+from headway.base.specs.samplers import resolve
 from headway.runtime.passes import Pass, Readout
 from support import world as w
 from support.checks import assert_close, random_tokens

@@ -21,6 +21,7 @@ from headway.program.generation.ngrams import NoRepeat, banned_by_ngrams
 from headway.testing import random_model
 from support.checks import random_tokens
 from support.hf import save_hf, variant
+from support.properties import examples
 
 V = 97
 PROMPT = [5, 6, 7, 5, 6]
@@ -274,7 +275,7 @@ def test_a_refused_call_takes_its_cue_back(smollm2: hw.Engine) -> None:
 
 
 @given(data=st.data(), n=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_run_comes_twice_whatever_is_cut_and_written(data: st.DataObject, n: int, engine: hw.Engine) -> None:
     """The constraint against a look at all tokens, through accepts, rollbacks, copies and a program's own writing."""
     with engine.context().fill(data.draw(st.lists(st.integers(0, 3), min_size=1))) as context:

@@ -102,10 +102,10 @@ def test_a_step_by_hand_has_them_too_and_an_empty_list_reads_nothing(engine: hw.
 @pytest.mark.parametrize(
     ("probe", "error", "words"),
     [
-        (3, hw.WrongType, "probe is 3; it must be a probe"),
-        ("Entropy", hw.WrongType, "probe is 'Entropy'; it must be a probe"),
+        (3, hw.WrongType, "probe is 3 of type int; it must be a probe"),
+        ("Entropy", hw.WrongType, "probe is 'Entropy' of type str; it must be a probe"),
         (hw.Argmax(), hw.WrongType, r"probe is Argmax.*; it must be a probe"),
-        (hw.Entropy, hw.WrongType, r"probe is <class .*Entropy'>; it must be a probe"),
+        (hw.Entropy, hw.WrongType, r"probe is <class .*Entropy'> of type type; it must be a probe"),
         ([hw.Entropy(), 3], hw.WrongType, r"probe\[1\]: 3 is not a probe"),
         ([hw.Entropy(), [hw.Entropy()]], hw.WrongType, r"probe\[1\]: \[Entropy.*\] is not a probe"),
         ([hw.Entropy(), hw.Hidden(9)], hw.OutOfRange, "this model has hidden states 0 to 2"),

@@ -11,20 +11,25 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
 import headway as hw
-from headway.base.generation import FACES, PARAMETERS, Parameter, parameters_of
+from headway.base.specs.generation import FACES, PARAMETERS, Parameter, parameters_of
+from headway.base.specs.logits_rules import NAMES as RULES
+from headway.base.specs.logits_rules import SWITCHES
 from headway.cli.chat import chat
-from headway.cli.options import Decoding
+from headway.cli.flags.shared import Decoding
 from headway.cli.run import run
 from headway.pipelines.generation.decoder_options import TextGenerationOptions
 from headway.pipelines.generation.options import GenerationOptions
 from headway.program.generation.parameters import Options
+from headway.remote.protocol.values import sampler_of, spec_json
 from headway.server import lab
+from headway.server.api.request_schema import ChatRequest, CompletionRequest
 from headway.server.lab.schema import TraceRequest
-from headway.server.openai.request_schema import ChatRequest, CompletionRequest
+from headway.server.ollama.request_schema import LOADING, OllamaOptions
 from headway.testing import scripted_engine
 
 (LAB,) = [kind for kind in get_args(TraceRequest.model_fields["sampling"].annotation) if kind is not NoneType]
@@ -58,6 +63,7 @@ DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
     ("cli", "chat"): lambda: of_function(chat),
     ("http", "completions"): lambda: of_model(CompletionRequest),
     ("http", "chat"): lambda: of_model(ChatRequest),
+    ("ollama", ""): lambda: of_model(OllamaOptions),
     ("lab", ""): lambda: of_model(LAB),
     ("decoder", ""): lambda: of_dataclass(TextGenerationOptions),
     ("seq2seq", ""): lambda: of_dataclass(GenerationOptions),
@@ -66,14 +72,15 @@ DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
 OTHERS = {
     "generate": "sampler unknown",
     "file": "eos_ids bos_id pad_id unknown",
-    "cli": "model dtype device threads quantize memory memory_fraction kv_dtype system prompt raw profile profile_json "
-    "json quiet",
+    "cli": "model dtype device threads quantize memory memory_fraction kv_dtype tensor_parallel system prompt raw "
+    "profile profile_json json quiet",
     "http": "model stream stream_options priority allowed_token_ids stop_token_ids prompt_logprobs "
     "logprobs_mode metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store "
     "user prompt suffix best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
     "parallel_tool_calls modalities add_generation_prompt cache_salt chat_template_kwargs continue_final_message "
     "function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens "
-    "truncate_prompt_tokens verbosity",
+    "truncate_prompt_tokens verbosity grammar chat_template repeat_penalty use_beam_search",
+    "ollama": " ".join(LOADING),
     "lab": "draws",
     "decoder": "stop_strings stop_sequence eos_token_id pad_token_id return_full_text return_text return_tensors "
     "continue_final_message prefix skip_special_tokens batch_size",
@@ -154,7 +161,12 @@ def generated(engine: hw.Engine, name: str, value: Any) -> None:
 def by_schema(model: type[BaseModel], name: str, value: Any) -> bool:
     """Whether a value lies inside what the OpenAPI description says of a field."""
     said = model.model_json_schema()["properties"][name]
-    (said,) = [one for one in said.get("anyOf", [said]) if one.get("type") != "null"]
+    kinds = [one for one in said.get("anyOf", [said]) if one.get("type") != "null"]
+    if isinstance(value, bool | str):
+        return any(
+            one.get("type") == "boolean" if isinstance(value, bool) else one.get("const") == value for one in kinds
+        )
+    (said,) = kinds
     low, above = said.get("minimum"), said.get("exclusiveMinimum")
     high, below = said.get("maximum"), said.get("exclusiveMaximum")
     inside = (low is None or value >= low) and (above is None or value > above)
@@ -169,12 +181,13 @@ def accepts(face: str, engine: hw.Engine) -> Callable[[str, Any], bool]:
         "file": lambda name, value: fits(lambda: hw.GenerationDefaults(**{name: value})),
         "cli": lambda name, value: fits(lambda: Decoding(**{"max_tokens": 8, "temperature": 1.0, name: value}).check()),
         "http": lambda name, value: all(by_schema(kind, name, value) for kind in (CompletionRequest, ChatRequest)),
+        "ollama": lambda name, value: by_schema(OllamaOptions, name, value),
         "seq2seq": lambda name, value: fits(lambda: GenerationOptions(**{name: value})),
     }
     return checks[face]
 
 
-@pytest.mark.parametrize("face", ["generate", "sampler", "sync", "file", "cli", "http", "seq2seq"])
+@pytest.mark.parametrize("face", ["generate", "sampler", "sync", "file", "cli", "http", "ollama", "seq2seq"])
 def test_bounds_are_the_tables(face: str, engine: hw.Engine) -> None:
     accepted = accepts(face, engine)
     for parameter in parameters_of(face):
@@ -201,12 +214,56 @@ def test_the_labs_page_has_the_tables_defaults_and_stays_in_its_bounds() -> None
             PARAMETERS[name].check(PARAMETERS[name].type(float(edge)))
 
 
+def test_the_labs_page_says_which_parameters_it_lacks_and_why() -> None:
+    """By the switch of each rule: the other values of a rule mean nothing without it."""
+    said = re.search(r'ABSENT = "([^"]+)"', (STATIC / "next.js").read_text())
+    assert said is not None
+    assert {name for name in PARAMETERS if re.search(rf"\b{name}\b", said[1])} == set(SWITCHES.values())
+    assert {p.name for p in parameters_of("sampler")} - {p.name for p in parameters_of("lab")} == set(RULES)
+    assert "A draw at one row, which this page shows and compares with the engine, takes none of them." in said[1]
+    for name in SWITCHES.values():
+        with pytest.raises(hw.Unsupported, match=f"{name} is 1, .* are rules of a generation"):
+            hw.draw(np.zeros(8, np.float32), hw.Sampling(**{name: 1}), seed=1, position=0)
+
+
 def block(script: str, before: str) -> dict[str, Any]:
     """An object literal of numbers in a script."""
     found = re.search(before + r"(\{[^}]*\})", script)
     assert found is not None
     quoted = re.sub(r"(\w+):", r'"\1":', found[1])
     return json.loads(re.sub(r",\s*\}", "}", quoted))
+
+
+# -- every face that draws has every way of drawing ----------------------------------------------------------------
+
+ABSENT = {  # parameters of `Sampling` that a face does not offer, and why
+    "generate": {
+        **dict.fromkeys(("presence_penalty", "frequency_penalty", "logit_bias"), "transformers has no such argument"),
+        "seed": "the sampler's or the context's",
+    },
+    "cli": {"logit_bias": "token ids are not known on a command line"},
+    "http": {},
+    "ollama": {"logit_bias": "Ollama has no such option"},
+    "decoder": {
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), "transformers has no such option"),
+        "logit_bias": "sequence_bias is its name in transformers",
+    },
+    "lab": dict.fromkeys(RULES, "the page shows one row, and these are rules of a generation"),
+}
+
+
+@pytest.mark.parametrize("face", ABSENT)
+def test_a_way_of_drawing_is_on_every_face_that_draws(face: str) -> None:
+    offered = {parameter.name for parameter in parameters_of(face)}
+    assert {parameter.name for parameter in parameters_of("sampler")} - offered == set(ABSENT[face])
+
+
+def test_a_sampler_keeps_every_value_over_a_connection() -> None:
+    values: dict[str, Any] = {p.name: p.type(1) for p in parameters_of("sampler") if p.type is not object}
+    values |= {"epsilon_cutoff": 0.5, "eta_cutoff": 0.5, "dry_sequence_breakers": ("!",), "logit_bias": {3: 1.5}}
+    assert set(values) == {parameter.name for parameter in parameters_of("sampler")}
+    sampler = hw.Sampling(**values)
+    assert sampler_of(json.loads(json.dumps(spec_json(sampler)))) == sampler
 
 
 # -- the table itself ----------------------------------------------------------------------------------------------

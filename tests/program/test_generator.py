@@ -117,9 +117,16 @@ def test_a_constraint_of_ones_own_masks_and_ends(engine: hw.Engine) -> None:
 
 def test_cancelling_a_generation_leaves_the_context_between_two_tokens(engine: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> None:
-        context = engine.context().fill([3])
-        task = asyncio.create_task(context.generate(hw.Argmax(), max_tokens=10_000).tokens())
-        await asyncio.sleep(0.1)
+        context, taken = engine.context().fill([3]), []
+
+        async def take() -> None:
+            async for step in context.generate(hw.Argmax(), max_tokens=10_000):
+                taken.append(step)
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(take())
+        while len(taken) < 2:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -84,8 +84,8 @@ def test_masks_are_not_kept_when_they_have_served(words: hw.Engine) -> None:
     async def program(engine: hw.Engine) -> list[tuple[int, int]]:
         generation, found = started(engine, LONG), []
         async for _ in generation:
-            if (follower := generation._ahead._cursor) is not None:
-                found.append((follower.tokens, len(follower._masks)))
+            if (cursor := generation._ahead._cursor) is not None:
+                found.append((cursor.tokens, len(cursor._masks)))
         return found
 
     found = words.run(program)

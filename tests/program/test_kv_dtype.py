@@ -161,11 +161,13 @@ def test_a_snapshot_says_its_type_and_is_computed_again_under_another(
             context.release()
 
 
-def test_auto_is_what_the_model_computes_in(saved: tuple[Path, Any]) -> None:
-    for options in ({}, {"quantize": "int8"}):
+def test_auto_is_float16_for_quantized_weights_and_float32_for_others(
+    saved: tuple[Path, Any],
+) -> None:
+    for options, kind in (({}, "float32"), ({"quantize": "int8"}, "float16"), ({"quantize": "int4"}, "float16")):
         for runner in ("native", "torch"):
             with opened(runner, saved[0], **options) as engine:
-                assert engine.info.kv_dtype == "float32"
+                assert engine.info.kv_dtype == kind
 
 
 def test_what_is_not_supported_is_refused(saved: tuple[Path, Any]) -> None:

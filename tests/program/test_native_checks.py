@@ -18,7 +18,8 @@ from headway.kernels.native.library import ThreadPool, open_library
 from headway.kv import snapshot as files
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
-from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer, interleave_decoder
+from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.interleave import interleave_decoder
 from headway.program.engine import Engine
 from headway.testing import random_model
 from support.arrays import interleave_floats, quantize_int8
@@ -208,9 +209,9 @@ def test_pages_of_coded_rows_are_computed_again_where_rows_are_floats(tmp_path: 
     path = write_gguf(tmp_path / "m.gguf", hf, kind="Q4_0")
     words = hf.config.vocab_size
     tokens, after = random_tokens(words, 20), random_tokens(words, 3, seed=1)
-    with Engine(path, pages=16, threads=1) as coded, Engine(path, pages=16, threads=1, dtype="float32") as floats:
-        assert coded.fingerprint == floats.fingerprint
-        for maker, user in ((coded, floats), (floats, coded), (coded, coded)):
+    with Engine(path, pages=16, threads=1) as quantized, Engine(path, pages=16, threads=1, dtype="float32") as floats:
+        assert quantized.fingerprint == floats.fingerprint
+        for maker, user in ((quantized, floats), (floats, quantized), (quantized, quantized)):
             expected = next_rows(user, tokens, after)
             with maker.context() as context:
                 logit_rows(context, tokens)
@@ -221,7 +222,7 @@ def test_pages_of_coded_rows_are_computed_again_where_rows_are_floats(tmp_path: 
             assert (user.stats().steps > steps) == (maker is not user)
             with opened:
                 np.testing.assert_array_equal(logit_rows(opened, after), expected)
-        assert np.abs(next_rows(coded, tokens, after) - next_rows(floats, tokens, after)).max() > 1e-4
+        assert np.abs(next_rows(quantized, tokens, after) - next_rows(floats, tokens, after)).max() > 1e-4
 
 
 def next_rows(engine: hw.Engine, tokens: list[int], after: list[int]) -> np.ndarray:

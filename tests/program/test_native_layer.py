@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 import headway as hw
 from headway import Mask
 from headway.kernels.host.rope import Rope
-from headway.kernels.native.library import ISA_NAMES, ISAS, open_library, use_isa
+from headway.kernels.native.library import ISA_NAMES, available_isas, open_library, use_isa
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
 from headway.testing import random_model
 from support.checks import assert_close, random_tokens
+from support.properties import examples
 from support.sweeps import instruction_sets
 
 V = 53
 TOLERANCE = 3e-5  # of the largest; one layer rounds less than the whole models that 1e-4 is for
 quick = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
-long = settings(quick, max_examples=250)
+long = settings(quick, max_examples=examples(250))
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,7 @@ def assert_same_layer(case: Case, isa: str) -> None:
 
 @pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> str:
-    calls = open_library().calls
-    if calls is None or ISAS.index(request.param) > calls.hw_best_isa():
+    if request.param not in available_isas():
         pytest.skip(open_library().missing or f"this machine has no {request.param}")
     return request.param
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import headway as hw
 from headway import Mask
 from headway.base.rng import uniform
-from headway.base.samplers import resolve
+from headway.base.specs.samplers import resolve
 from headway.models.decoder import Decoder
 from headway.runtime.batch import Batch
 from headway.runtime.runners.base import InFlight, SegmentResult, StepResult

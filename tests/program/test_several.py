@@ -14,8 +14,8 @@ import pytest
 
 import headway as hw
 from headway.base.errors import TokenBudgetExceeded
-from headway.program.generation.beams import beam_search
-from headway.program.generation.sequences import derived_seed
+from headway.program.generation.sequences.beams import beam_search
+from headway.program.generation.sequences.sequences import derived_seed
 from headway.testing import random_model
 from support.checks import random_tokens
 
@@ -235,6 +235,7 @@ def test_a_constraint_that_cannot_be_copied_is_refused(engine: hw.Engine) -> Non
     engine.run(program)
 
 
+@pytest.mark.slow
 def test_json_of_draws_follows_a_schema(smollm2: hw.Engine) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
     schema |= {"additionalProperties": False}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.base.brle import Brle
+from headway.base.specs.brle import Brle
 from headway.kv import snapshot as files
 from headway.program.context import Context
 from headway.testing import random_model

@@ -15,6 +15,7 @@ import torch
 
 import headway as hw
 from headway.kernels.reference.sampling import RowSampler, processed_logprobs
+from headway.program.engine import Engine
 from headway.program.generation.speculation.draft_model import first_layers
 from headway.runtime.step_costs import StepCosts
 from headway.testing import ScriptedRunner, random_model
@@ -225,7 +226,8 @@ def test_so_in_a_crowd(engine: hw.Engine) -> None:
         after = engine.stats()
         assert [tokens for tokens, *_ in found] == plain
         steps, passes = after.steps - before.steps, after.passes - before.passes
-        assert passes > 2 * steps  # rounds share steps with each other and with decode rows
+        if isinstance(engine, Engine):  # elsewhere messages come one by one
+            assert passes > 2 * steps  # rounds share steps with each other and with decode rows
         drafted = sum(g.speculation.drafted for *_, g in found if g.speculation is not None)
         assert after.drafted - before.drafted == drafted
         assert 0 < after.accepted - before.accepted < drafted

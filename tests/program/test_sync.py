@@ -584,3 +584,41 @@ def test_many_states_live_side_by_side(engine: hw.InferenceEngine) -> None:
 def test_the_engine_of_a_missing_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(hw.ModelNotFound):
         hw.InferenceEngine(tmp_path / "nothing.gguf")
+
+
+# -- greedy tokens drawn with their step -------------------------------------------------------------------------------
+
+
+def test_once_greedy_tokens_are_asked_for_a_step_draws_its_own(own: hw.InferenceEngine) -> None:
+    with hw.DecodeState() as state:
+        own.prefill_batched(state, PROMPT)
+        token = own.sample_greedy(state)
+        before = passes(own)
+        for _ in range(5):
+            own.decode_step(state, token)
+            token = own.sample_greedy(state)
+            assert own.sample_greedy(state) == token == int(np.argmax(logits_of(own, state)))
+        assert passes(own) - before == 10  # a step each, and the logits that were compared
+
+
+def test_a_greedy_token_is_that_of_the_state_as_it_is(own: hw.InferenceEngine) -> None:
+    draw = np.random.default_rng(3)
+    with hw.DecodeState() as state:
+        own.prefill_batched(state, PROMPT)
+        for turn in range(30):
+            context = state.context
+            assert context is not None
+            match int(draw.integers(5)):
+                case 0:
+                    own.decode_step(state, int(draw.integers(90)))
+                case 1:
+                    context.truncate(int(draw.integers(1, 3)))
+                case 2:
+                    context.fill([int(draw.integers(90))])  # pending, behind the API's back
+                case 3:
+                    own.prefill_batched(state, [int(draw.integers(90)), 3])
+                case 4 if turn % 2:
+                    weights = {"model.norm.weight": torch.rand(own.engine.config.hidden_size)}
+                    own.engine.update_weights(weights)
+            found = own.sample_greedy(state)
+            assert found == int(np.argmax(logits_of(own, state))), turn

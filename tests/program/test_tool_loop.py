@@ -281,10 +281,10 @@ def test_a_fork_and_a_snapshot_keep_the_tools(staged: Make) -> None:
 
 def test_the_command_line_shows_reasoning_apart(staged: Make, capsys: pytest.CaptureFixture[str]) -> None:
     from headway.cli.chat import ChatSession
-    from headway.cli.options import Decoding
+    from headway.cli.flags.shared import Decoding
 
     stage = staged("qwen.jinja")
-    decoding = Decoding(64, 0.0, None, None, None, None, None, (), 0)
+    decoding = Decoding(max_tokens=64, temperature=0.0)
     session = ChatSession(stage.engine, "speaker", decoding, "Be brief.", as_json=False)
     for _ in range(2):  # the second turn has to drop the first one's reasoning
         stage.say("<think>\nhm…\n</think>\n\nYes. ☀️", end="<|im_end|>")

@@ -21,6 +21,7 @@ from headway.runtime.batch import Batch
 from headway.runtime.runners.base import as_segments
 from support import world as w
 from support.checks import assert_close, random_tokens
+from support.properties import examples
 from support.watched import WatchedRunner
 from support.world import Choice, Judge, Twin
 
@@ -201,7 +202,7 @@ def test_the_engine_adds_up_what_was_left_out(engines: Any) -> None:
 
 
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -18,6 +18,7 @@ from headway.testing import random_model
 from support.checks import random_tokens
 from support.gguf_files import write_gguf
 from support.hf import random_hf, save_hf
+from support.hf_families import family_model
 from support.sweeps import swept
 
 needs_native = pytest.mark.skipif(open_library().calls is None, reason=open_library().missing or "-")
@@ -26,7 +27,7 @@ needs_triton = pytest.mark.skipif(triton.missing() is not None, reason=triton.mi
 V, LAYERS = 97, 2
 PROMPT = random_tokens(V, 40)
 FORMATS = ("f32", "F16", "Q4_0", "Q6_K", "int8", "int4")
-WRONG = {"scale": 4.0, "rope_scale": 1.2, "eps": 1e4}
+WRONG = {"scale": 4.0, "rope_scales": 1.2, "eps": 1e4, "residual_scale": 1.1}
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +72,22 @@ def test_the_native_step_agrees_with_the_torch_reference_in_every_format(native:
 
 
 @needs_native
+@pytest.mark.parametrize("name", swept(["gemma3", "gpt-oss", "cohere2", "qwen2-moe", "gpt2"], 2))
+def test_the_native_step_of_other_families_agrees_in_8_bits(name: str, tmp_path: Path) -> None:
+    with hw.InferenceEngine(save_hf(tmp_path, family_model(name)[1]), pages=8, threads=2, quantize="int8") as engine:
+        engine.enable_validation_diagnostics()
+        steps(engine)
+        assert max(d.logits for d in engine.diagnostics) < 1e-5
+
+
+@needs_native
 @pytest.mark.parametrize("constant", WRONG)
 def test_a_wrong_constant_of_the_native_step_is_seen(native: hw.InferenceEngine, constant: str) -> None:
-    struct = native.engine._loop._runner.model._struct  # type: ignore[attr-defined]
-    setattr(struct, constant, getattr(struct, constant) * WRONG[constant])
+    model: Any = native.engine._loop._runner.model  # type: ignore[attr-defined]
+    if constant == "rope_scales":
+        model._bound._rope_scales *= WRONG[constant]
+    else:
+        setattr(model._struct, constant, getattr(model._struct, constant) * WRONG[constant])
     native.enable_validation_diagnostics()
     with hw.DecodeState() as state:
         with pytest.raises(hw.ValidationFailed, match="this step and the reference differ at position 39: layer 0"):
@@ -137,7 +150,7 @@ def test_a_fault_in_steps_of_several_rows_is_seen_by_validated_prefills(monkeypa
     from headway.runtime.runners.torch import TorchRunner
 
     monkeypatch.setenv("HEADWAY_NATIVE", "off")
-    right = TorchRunner._step
+    right = TorchRunner.step
 
     def wrong(self: TorchRunner, batch: Any) -> Any:
         step = right(self, batch)
@@ -147,7 +160,7 @@ def test_a_fault_in_steps_of_several_rows_is_seen_by_validated_prefills(monkeypa
 
     with hw.InferenceEngine(random_model(vocab_size=V), pages=32, threads=1) as engine, hw.DecodeState() as state:
         engine.prefill_batched(state, PROMPT[:30], validate=True)
-        monkeypatch.setattr(TorchRunner, "_step", wrong)
+        monkeypatch.setattr(TorchRunner, "step", wrong)
         with pytest.raises(hw.ValidationFailed, match="batched prefill and token by token differ at position 39"):
             engine.prefill_batched(state, PROMPT[30:], validate=True)
         assert state.position == 30

@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 import headway as hw
+from headway.models.adapters.source import AdapterSource
+from headway.testing import ScriptedRunner, random_model
+from support.adapter_files import saved_adapter
 from support.live import live
 from support.through import Served
 
@@ -106,6 +109,16 @@ async def steps(engine: Any) -> Any:
         logits = prepared.forward.probe(-1, hw.Logits())
         prepared.forward.mask(allow=[64])
         found += [(await prepared.take()).tokens, prepared.forward.output.logits(logits), await generation.tokens()]
+    return found
+
+
+async def logits_rules(engine: Any) -> Any:
+    sampler = hw.Sampling(0.9, seed=7, dry_multiplier=2.0, dry_sequence_breakers=(), xtc_probability=0.5)
+    found = []
+    for options in ({}, {"mirostat": 2, "mirostat_tau": 2.0}):
+        async with engine.context() as ctx:
+            ctx.fill([5, 6, 7, 5, 6])
+            found.append(await ctx.generate(sampler, max_tokens=8, stop_only=True, **options).tokens())
     return found
 
 
@@ -212,7 +225,7 @@ async def snapshots(engine: Any) -> Any:
         return [*found, second.tokens, (await second.fill([1]).generate(hw.Argmax(), max_tokens=3).tokens())]
 
 
-PROGRAMS = [passes, fed_passes, rules, steps, several, callables, snapshots]
+PROGRAMS = [passes, fed_passes, rules, logits_rules, steps, several, callables, snapshots]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -221,14 +234,38 @@ def test_the_same_over_a_unix_socket(served: Served, remote: hw.RemoteEngine, pr
 
 
 def test_the_same_over_a_websocket() -> None:
-    from headway.testing import random_model
-
     engine = hw.Engine(random_model(), pages=128, threads=1)
     expected = [plain(engine.run(program)) for program in PROGRAMS]
     with live(engine) as server:
         with hw.connect(server.url) as remote:
             assert [plain(remote.run(program)) for program in PROGRAMS] == expected
             gc.collect()
+        server.until(server.is_quiet)
+
+
+async def adapted(engine: Any, red: Any, blue: Any, unit: float = 1.0) -> Any:
+    async with engine.context() as ctx:
+        ctx.fill(range(9))
+        await ctx.flush(adapter=red)
+        fwd = ctx.forward().input([5]).adapter(red).adapter(blue, 0.5 * unit)
+        logits = fwd.probe(-1, hw.Logits())
+        found = [(await fwd.execute()).logits(logits)]
+        for adapter in (None, red, (blue, 2.0 * unit), [red, (blue, 0.25 * unit)]):
+            generation = ctx.fork().generate(hw.Argmax(), max_tokens=8, stop_only=True, adapter=adapter)
+            found.append(await generation.tokens())
+        assert len({tuple(tokens) for tokens in found[1:]}) == 4
+        return found
+
+
+def test_adapters_are_named_as_the_server_has_them(tmp_path: Path) -> None:
+    engine = hw.Engine(random_model(), pages=128, threads=1)
+    folders = [saved_adapter(tmp_path / name, engine.config, seed=seed) for seed, name in enumerate(("red", "blue"), 1)]
+    expected = plain(engine.run(adapted, *map(hw.Adapter.load, folders)))
+    sources = (AdapterSource("red", folders[0]), AdapterSource("blue", folders[1], 0.5))
+    with live(engine, adapters=sources) as server:
+        with hw.connect(server.url) as remote:
+            assert remote.adapters == {"red": 1.0, "blue": 0.5}
+            assert plain(remote.run(adapted, "red", "blue", 2.0)) == expected  # times the server's own scale
         server.until(server.is_quiet)
 
 
@@ -253,11 +290,27 @@ def test_a_generation_can_be_left_after_every_step(served: Served, remote: hw.Re
     assert_same(served, remote, leave_everywhere)
 
 
+async def cut_between(engine: Any) -> Any:
+    """Cut the context when all steps were taken, so that the server was not told of it, and leave in the middle."""
+    async with engine.context() as ctx:
+        ctx.fill([3, 1])
+        generation, found = ctx.generate(hw.TopP(0.9, seed=5), max_tokens=60), []
+        for count, cut in ((1, 1), (4, 0), (1, 1), (5, 3), (2, 2), (6, 1), (1, 0)):
+            found.append([(await anext(generation)).tokens for _ in range(count)])
+            ctx.truncate(cut)
+            found += [generation.generated, ctx.tokens]
+        return found
+
+
+def test_a_context_that_is_cut_between_steps_goes_on_from_there(served: Served, remote: hw.RemoteEngine) -> None:
+    assert_same(served, remote, cut_between)
+
+
 def test_many_passes_are_in_flight_and_share_batches(remote: hw.RemoteEngine) -> None:
     async def program(engine: hw.RemoteEngine) -> list[int]:
         async def one(number: int) -> int:
             async with engine.context() as ctx:
-                return (await ctx.fill([number, 2]).generate(hw.Argmax(), max_tokens=5).tokens())[-1]
+                return (await ctx.fill([number, 2]).generate(hw.Argmax(), max_tokens=40).tokens())[-1]
 
         return await asyncio.gather(*(one(i) for i in range(20)))
 
@@ -324,6 +377,11 @@ async def program(engine):
         scores = fwd.probe(-1, hw.AttentionScores(0))
         out = await fwd.execute()
         assert len(out.logits(logits)) == engine.vocab_size and len(out.attention(scores)[0]) == 9
+        other = ctx.fork().forward().input([7, 8]).attention_mask(hw.Mask.window(5), causal=False)
+        other.mask([4, engine.vocab_size - 4]).bias([0.0] * engine.vocab_size)
+        handle = other.sample([-1], hw.Sampling(logit_bias={5: 1.0}))
+        assert len((await other.execute()).tokens(handle)) == 1
+        hw.Grammar.json_schema({"type": "integer"}), hw.Grammar.regex("a+"), hw.Grammar.choices(["a", "b"])
         return out.token(token), await ctx.generate(hw.TopP(0.9, seed=1), max_tokens=8).tokens()
 
 with hw.connect(sys.argv[1]) as engine:
@@ -346,19 +404,68 @@ def test_the_client_needs_neither_torch_nor_numpy(served: Served) -> None:
     assert done.stdout.strip() == str(served.engine.run(program))
 
 
-@pytest.mark.slow
-def test_the_program_api_suite_gives_the_same_through_a_connection() -> None:
-    """The tests of the program API, each engine behind a connection; left out is what looks inside the process."""
-    folder = Path(__file__).parents[1]
-    inside = (folder / "remote" / "in_process_only.txt").read_text().split("\n")
-    left_out = [f"--deselect=tests/program/{name}" for name in inside if name and not name.startswith("#")]
-    files = sorted({name.split("::")[0] for name in (folder / "remote" / "through.txt").read_text().split()})
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "support.through", "-o", "timeout=60", *left_out]
-        + [f"tests/program/{name}" for name in files],
-        cwd=folder.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+# --- chat, and a draft model
+
+DRAFTS = random_model(layers=1, seed=0)
+
+
+async def drafted(engine: Any) -> Any:
+    with hw.Engine(DRAFTS, pages=64, threads=1) as small:
+        async with engine.context() as ctx:
+            ctx.fill([1, 2, 3])
+            plain = await ctx.fork().generate(hw.TopP(0.9, seed=3), max_tokens=24).tokens()
+            drafter = hw.DraftModel(small, adaptive=False)
+            generation = ctx.generate(hw.TopP(0.9, seed=3), max_tokens=24, speculate=drafter)
+            assert await generation.tokens() == plain
+            stats = generation.speculation
+            assert stats.drafted > 0
+        assert small.stats().pages_held == 0
+        return plain
+
+
+def test_a_draft_model_of_the_client_drafts_for_the_server(served: Served, remote: hw.RemoteEngine) -> None:
+    assert_same(served, remote, drafted)
+
+
+CALLED: list[bool] = []
+
+
+async def switch(on: bool) -> str:
+    """Switch the light."""
+    CALLED.append(on)
+    return f"the light is {'on' if on else 'off'}"
+
+
+async def chat(engine: Any) -> Any:
+    CALLED.clear()
+    async with engine.context() as ctx:
+        ctx.system("Be brief.")
+        reply = ctx.chat(
+            "Go.",
+            hw.Multinomial(seed=7),
+            tools=[switch],
+            tool_choice="required",
+            tool_format="hermes",
+            max_tokens=400,
+            max_rounds=1,
+        )
+        parts, result = [], None
+        async for part in reply:
+            parts.append(type(part).__name__)
+            if parts[-1] == "ToolResult":
+                result = part
+                break
+        assert result is not None
+        return parts, result.text, CALLED[0], reply.rounds, ctx.tokens, [m["role"] for m in ctx.messages]
+
+
+def test_a_chat_runs_its_tools_in_the_client(smollm2_path: Path) -> None:
+    """A scripted model draws evenly from what a call's grammar allows, which is a call."""
+    engine = hw.Engine(smollm2_path, runner=ScriptedRunner(49152, 16), pages=64, threads=1)
+    server = Served(engine)
+    try:
+        with hw.connect(server.url) as remote:
+            assert_same(server, remote, chat)
+    finally:
+        server.close()
+        engine.close()

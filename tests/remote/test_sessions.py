@@ -4,89 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
-import socket
 import struct
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headway as hw
-from headway.remote.codec import decode, encode
-from headway.remote.transport import _UnixTransport
+from headway.remote.connection.transport import _UnixTransport
+from headway.remote.protocol.codec import decode
 from headway.server.keys import add_key
+from headway.server.sessions.sockets import CLOSED
 from headway.testing import random_model
 from support.live import live
+from support.plain_client import WebSocketFrames, from_frame, to_frame
+from support.raw_session import HELLO, Raw, opened, until_quiet
 from support.through import Served
-
-HELLO = {"type": "hello", "version": 1}
-
-
-class Raw:
-    """A client that sends what it likes."""
-
-    def __init__(self, served: Served) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(10)
-        self._socket.connect(str(served.path))
-        self.sent = 0
-
-    def send_bytes(self, data: bytes) -> None:
-        self._socket.sendall(len(data).to_bytes(8, "little") + data)
-
-    def send(self, **message: Any) -> None:
-        self.send_bytes(encode(message))
-
-    def request(self, verb: str, **args: Any) -> None:
-        self.sent += 1
-        self.send(type="request", n=self.sent, ack=0, id=self.sent, verb=verb, args=args)
-
-    def receive(self) -> dict[str, Any]:
-        size = int.from_bytes(self._exactly(8), "little")
-        return decode(self._exactly(size))
-
-    def _exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = self._socket.recv(count - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
-
-    def closing(self) -> str:
-        """Why the server closes the connection, which it then does."""
-        while (message := self.receive())["type"] != "close":
-            pass
-        assert message["message"]
-        with pytest.raises(EOFError):
-            self.receive()
-        return message["reason"]
-
-    def abort(self) -> None:
-        self._socket.close()
-
-
-@contextmanager
-def opened(served: Served) -> Iterator[Raw]:
-    raw = Raw(served)
-    raw.send(**HELLO)
-    assert raw.receive()["type"] == "welcome"
-    try:
-        yield raw
-    finally:
-        raw.abort()
-
-
-def until_quiet(served: Served) -> None:
-    end = time.monotonic() + 20
-    while served.engine.stats().pages_held and time.monotonic() < end:
-        time.sleep(0.02)
-    assert served.engine.stats().pages_held == 0
 
 
 def bad_messages() -> list[tuple[str, Any]]:
@@ -128,6 +62,32 @@ def test_what_is_not_the_protocol_closes_that_session_with_a_reason_and_nothing_
             assert raw.closing() == "too_large"
         assert bystander.run(lambda e: context.generate(hw.Argmax(), max_tokens=6).tokens()) == expected
         context.release()
+
+
+def closed_by(frames: WebSocketFrames) -> tuple[str, int]:
+    """The reason of the last message, and the code with which the WebSocket is closed."""
+    reason = ""
+    while True:
+        try:
+            reason = from_frame(frames.receive()).get("reason", "")
+        except EOFError as end:
+            return reason, end.args[0]
+
+
+def test_over_a_websocket_it_is_the_same_with_a_code() -> None:
+    with live(hw.Engine(random_model(), pages=32, threads=1), max_body_bytes=1 << 16) as server:
+        for reason, message in [*bad_messages(), ("too_large", bytes(1 << 17))]:
+            if len(frame := message if isinstance(message, bytes) else to_frame(message)) > 1 << 16:
+                reason = "too_large"
+            frames = WebSocketFrames("127.0.0.1", server.port)
+            frames.send(to_frame(HELLO))
+            assert from_frame(frames.receive())["type"] == "welcome"
+            frames.send(frame)
+            found, code = closed_by(frames)
+            assert code == CLOSED.get(reason, 1008), message
+            assert found == reason or (not found and reason == "too_large"), message
+            frames.cut()
+        server.until(server.is_quiet)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +202,11 @@ def test_a_connection_cut_for_good_at_every_message_leaves_no_page(
 
 
 def test_a_session_ends_after_its_grace_time(served: Served) -> None:
+    until_quiet(served)
     with opened(served) as raw:
         raw.request("context.new", context=1, seed=None, priority=0, salt="", token_budget=None, deadline=None)
         raw.request("context.fill", context=1, text=list(range(40)), special=False)
-        raw.request("context.flush", context=1, attention_mask=None, adapter=None)
+        raw.request("context.flush", context=1, number=2, attention_mask=None, adapter=None)
         for _ in range(3):
             assert "error" not in raw.receive()
         assert served.engine.stats().pages_held == 3
@@ -293,40 +254,3 @@ async def _browsers(url: str, key: str) -> None:
         assert decode(await page.recv())["reason"] == "malformed"  # type: ignore[arg-type]
         await page.wait_closed()
         assert page.close_code == 1007
-
-
-@pytest.mark.slow
-def test_a_minute_of_nonsense_harms_nobody(served: Served) -> None:
-    chance, end = random.Random(7), time.monotonic() + 60
-    verbs = ["context.fill", "context.tokens", "context.fork", "pass.execute", "generation.new", "generation.pull"]
-    verbs += ["context.new", "generation.settle", "generation.take", "pages.keep", "engine.open", "session.cancel"]
-    names = ["context", "text", "special", "n", "number", "operations", "generation", "options", "upto", "taken"]
-    names += ["fork", "epoch", "prepared", "slots", "start", "name", "request", "seed", "priority", "salt"]
-
-    def value(depth: int = 0) -> Any:
-        simple = [None, True, 0, 1, -1, 2**70, 1.5, "", "x", "json", [], {}]
-        if depth > 3 or chance.random() < 0.6:
-            return chance.choice(simple)
-        if chance.random() < 0.5:
-            heads = ["input", "sample", "probe", "mask", "raw", "window", 1, 2]
-            return [chance.choice(heads), *(value(depth + 1) for _ in range(chance.randrange(4)))]
-        return {chance.choice([*names, "kind", "object"]): value(depth + 1) for _ in range(chance.randrange(4))}
-
-    with hw.connect(served.url) as bystander:
-        context = bystander.context().fill([1, 2, 3])
-        expected = bystander.run(lambda e: context.fork().generate(hw.Argmax(), max_tokens=6).tokens())
-        while time.monotonic() < end:
-            with opened(served) as raw:
-                try:
-                    for _ in range(chance.randrange(1, 30)):
-                        if chance.random() < 0.03:
-                            raw.send_bytes(chance.randbytes(chance.randrange(200)))
-                        else:
-                            args = {name: value() for name in chance.sample(names, chance.randrange(4))}
-                            raw.request(chance.choice(verbs), **args)
-                except OSError:
-                    continue
-            assert bystander.run(lambda e: context.fork().generate(hw.Argmax(), max_tokens=6).tokens()) == expected
-        context.release()
-    gc.collect()
-    until_quiet(served)

@@ -17,8 +17,8 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
-from headway.base.brle import Brle  # noqa: E402
 from headway.base.errors import InvalidInput, Unsupported  # noqa: E402
+from headway.base.specs.brle import Brle  # noqa: E402
 from headway.kernels.triton import layout  # noqa: E402
 from headway.kv.tensor_pool import TensorPool  # noqa: E402
 from headway.models.decoder import Decoder  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 import headway as hw
 from headway.kv import host_memory
 from headway.kv.allocator import Allocator
-from headway.program import engine as engines
+from headway.program.kv_cache import idle
 from headway.runtime import loop
 from headway.runtime.memory import MemoryBudget, Wish, memory_share, pick_pages, read_memory, reason
 from headway.testing import random_model
@@ -111,8 +111,8 @@ def test_shrinking_frees_cached_pages_oldest_first_and_nothing_that_is_held() ->
 
 def test_an_idle_engine_gives_cached_pages_back_and_holds_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "IDLE_SECONDS", 0.05)
-    monkeypatch.setattr(engines, "IDLE_CACHE", 0)
-    monkeypatch.setattr(engines, "IDLE_SHARE", 1)  # a page at a time
+    monkeypatch.setattr(idle, "IDLE_CACHE", 0)
+    monkeypatch.setattr(idle, "IDLE_SHARE", 1)  # a page at a time
     tokens = random_tokens(97, 100)
     with hw.Engine(random_model(vocab_size=97), pages=32, device="cpu", threads=1) as engine:
         with engine.context(salt="apart") as context:

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import headway as hw
-from headway.program.forward import Execution
+from headway.program.execution import Execution
 from headway.runtime.batch import Batch
 from headway.runtime.job import PATIENCE
 from headway.runtime.runners.base import SegmentResult
 from headway.testing import scripted_engine, stepping
+from support.properties import examples
 from support.scripted import QUIET, Sticking, V, check_pages, continued, opened, result, seen
 
 POISON = 13  # a token that makes the device fail
@@ -289,7 +290,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestManyPrograms = Machine.TestCase
-TestManyPrograms.settings = settings(max_examples=60, stateful_step_count=60, **QUIET)
+TestManyPrograms.settings = settings(max_examples=examples(60), stateful_step_count=60, **QUIET)
 
 
 @pytest.mark.slow

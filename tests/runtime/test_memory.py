@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headway as hw
-from headway.program.pool_size import _try_out, largest_step
+from headway.program.kv_cache.pool_size import _try_out, largest_step
 from headway.runtime.batch import Batch
 from headway.runtime.memory import MemoryBudget, Wish, pick_pages, read_memory, running_out, step_error
 from headway.runtime.runners.base import SegmentResult

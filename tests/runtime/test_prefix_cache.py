@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import headway as hw
-from headway.base.brle import Brle
+from headway.base.specs.brle import Brle
 from headway.kv.prefix import chain, root
 from headway.runtime.batch import Batch
 from headway.testing import random_model, scripted_engine, scripted_result
@@ -487,9 +487,9 @@ def test_a_saved_context_is_pinned_by_its_name(engine: hw.Engine) -> None:
 def test_a_pin_ends_with_its_time(engine: hw.Engine) -> None:
     with engine.context() as context:
         asked(context, PROMPT)
-    assert engine.cache.pin(PROMPT, ttl=0.05) == 2
+    assert engine.cache.pin(PROMPT, ttl=0.5) == 2
     assert engine.stats().pages_held == 2
-    time.sleep(0.06)
+    time.sleep(0.51)
     assert engine.stats().pages_held == 0
     assert engine.cache.pages == 2
     assert engine.cache.unpin(PROMPT) is False

@@ -12,7 +12,7 @@ import pytest
 
 import headway as hw
 from headway.kv.allocator import Edit
-from headway.runtime.scheduler.plan import StepPlan
+from headway.runtime.scheduler.step_plan import StepPlan
 from headway.testing import random_model
 from support.run_ahead import abandoned, alike, ends, steered, watched
 from support.sweeps import swept

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,10 +25,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import headway as hw
 from headway.base.rng import uniform
 from headway.kv.allocator import Clear, Edit
+from headway.models.description import ShortConv
 from headway.runtime.decode import Decode
-from headway.runtime.scheduler.plan import StepPlan
+from headway.runtime.scheduler.step_plan import StepPlan
 from headway.testing import _hash
 from support.overlapping import DecodingRunner, OverlappingRunner
+from support.properties import examples
 from support.run_ahead import abandoned, alike, by_hand, ends, run_ahead, steered
 from support.scripted import QUIET, V, opened, result, seen
 from support.stepped import Both, check_contents, check_engine
@@ -74,7 +77,8 @@ class Twin:
 
     def next(self, said: Said) -> int:
         """The token that must come."""
-        found = result(self.tokens, self.rows)
+        recurrent = self.context.engine._states is not None
+        found = result(self.tokens, self.rows, recurrent=recurrent)
         if said.seed is not None:
             found = _hash(found, int(uniform(said.seed, len(self.tokens) - 1) * (1 << 53)))
         return found % V
@@ -95,12 +99,15 @@ class Machine(RuleBasedStateMachine):
         self, *, beside: bool, pages: int, budget: int, counts: list[int], window: int | None, stops: list[int]
     ) -> None:
         self.device = OverlappingRunner(V, SIZE) if beside else DecodingRunner(V, SIZE)
-        self.engine = opened(self.device, pages=pages, max_batch_tokens=budget)
+        self.engine = self.opened(pages=pages, max_batch_tokens=budget)
         self.hand = Both(self.engine).__enter__()
         self.twins: list[Twin] = []
         for i, count in enumerate(counts):
             self.opens(count, i, 0)
             self.generates(i, i % 2 or None, window, stops, 60)
+
+    def opened(self, **options: Any) -> hw.Engine:
+        return opened(self.device, **options)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -129,6 +136,7 @@ class Machine(RuleBasedStateMachine):
         if (twin := self.idle(which)) is None or not twin.tokens:
             return
         sampler = hw.Argmax() if seed is None else hw.Multinomial(seed=seed)
+        window = window if self.engine._states is None else None  # recurrent layers see every slot
         mask = None if window is None else hw.Mask.window(window)
         made = twin.context.generate(sampler, max_tokens=limit, stop=stops, stop_only=True, attention_mask=mask)
         twin.said = [*twin.said[-1:], Said(made, seed, window, stops, limit)]
@@ -353,11 +361,32 @@ class Machine(RuleBasedStateMachine):
 
 
 TestRunAhead = Machine.TestCase
-TestRunAhead.settings = settings(max_examples=60, stateful_step_count=50, **QUIET)
+TestRunAhead.settings = settings(max_examples=examples(60), stateful_step_count=50, **QUIET)
 
 
 @pytest.mark.slow
 class TestRunAheadLong(Machine.TestCase):
+    settings = settings(max_examples=500, stateful_step_count=80, **QUIET)
+
+
+class RecurrentMachine(Machine):
+    """The same on a model with recurrent layers, whose state has few places or many, kept often or seldom."""
+
+    @initialize(places=st.sampled_from([2, 3, 8]), taps=st.sampled_from([2, 40, 100, 100_000]))
+    def has_places(self, *, places: int, taps: int) -> None:
+        self.places, self.taps = places, taps
+
+    def opened(self, **options: Any) -> hw.Engine:
+        with patch("headway.program.engine.LEAST_PLACES", getattr(self, "places", 8)):
+            return opened(self.device, recurrence=ShortConv(getattr(self, "taps", 40)), **options)
+
+
+TestRecurrent = RecurrentMachine.TestCase
+TestRecurrent.settings = settings(max_examples=40, stateful_step_count=50, **QUIET)
+
+
+@pytest.mark.slow
+class TestRecurrentLong(RecurrentMachine.TestCase):
     settings = settings(max_examples=500, stateful_step_count=80, **QUIET)
 
 
@@ -675,7 +704,7 @@ def test_whoever_comes_while_the_worker_sleeps_wakes_it(monkeypatch: pytest.Monk
             wait = engine._loop._changed.wait
             monkeypatch.setattr(engine._loop._changed, "wait", lambda timeout=None: wait())
             with engine._lock:
-                engine._loop._returning = 5
+                engine._loop._gathering.expected = 5
                 engine._loop._changed.notify_all()
             await asyncio.sleep(0.01)
             try:

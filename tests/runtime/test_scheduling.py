@@ -374,11 +374,11 @@ def test_a_pass_after_the_deadline_is_refused_at_once() -> None:
 
 def test_a_pass_that_waits_past_its_deadline_is_refused_and_others_go_on() -> None:
     with scripted_engine(pages=64, max_batch_tokens=4) as engine, by_hand(engine) as hand:
-        late, other = engine.context(deadline=0.03), engine.context()
+        late, other = engine.context(deadline=60), engine.context()
         execution = late.forward().input(range(30)).execute()
         fine, handle = greedy(other, [1, 2])
         hand.step()
-        time.sleep(0.04)
+        late._table.deadline = time.monotonic() - 1
         hand.until(execution, fine)
         with pytest.raises(hw.DeadlineExceeded):
             execution.result(0)
@@ -391,9 +391,10 @@ def test_generation_ends_at_its_deadline_with_its_own_error() -> None:
     got: list[int] = []
 
     async def program(engine: hw.Engine) -> None:
-        async with engine.context(deadline=0.2) as context:
+        async with engine.context(deadline=60) as context:
             async for step in context.fill([1, 2]).generate(hw.Argmax(), max_tokens=100_000):
                 got.extend(step.tokens)
+                context._table.deadline = time.monotonic() - 1
 
     with scripted_engine(pages=2000) as engine:
         with pytest.raises(hw.DeadlineExceeded):
@@ -405,15 +406,16 @@ def test_generation_ends_at_its_deadline_with_its_own_error() -> None:
 
 def test_forks_inherit_bid_deadline_and_the_rest_of_the_budget() -> None:
     with scripted_engine(pages=8) as engine:
-        parent = engine.context(priority=4, deadline=0.1, token_budget=20)
+        parent = engine.context(priority=4, deadline=60, token_budget=20)
         parent.forward().input(range(5)).execute().result()
         fork = parent.fork()
         assert (fork._table.bid, fork._table.token_budget) == (4, 15)
         fork.set_bid(1)
         fork.forward().input(range(10)).execute().result()
         assert (parent._table.bid, parent._table.token_budget, fork._table.token_budget) == (4, 15, 5)
-        time.sleep(0.11)
+        assert fork._table.deadline == parent._table.deadline < time.monotonic() + 60
         for context in (parent, fork):
+            context._table.deadline = time.monotonic() - 1
             with pytest.raises(hw.DeadlineExceeded):
                 context.forward().input([1]).execute()
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import typer
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,11 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.cli.main import build_app
 from headway.program.engine import EngineStats
 from headway.server.anthropic.request_schema import MessagesRequest
-from headway.server.app import create_app
-from headway.server.keys import TenantLimits
-from headway.server.metrics import VLLM_NAMES, Metrics
-from headway.server.ollama.request_schema import LOADING, OllamaChatRequest, OllamaGenerateRequest, Options
-from headway.server.openai.request_schema import (
+from headway.server.api.request_schema import (
     IGNORED,
     ChatMessage,
     ChatRequest,
@@ -32,6 +30,10 @@ from headway.server.openai.request_schema import (
     StructuredOutputs,
     TokenizeRequest,
 )
+from headway.server.app import create_app
+from headway.server.keys import TenantLimits
+from headway.server.metrics import VLLM_NAMES, Metrics
+from headway.server.ollama.request_schema import LOADING, OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from headway.server.responses.request_schema import ResponseRequest
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
@@ -39,9 +41,14 @@ from headway.server.settings import ServerSettings
 ROOT = Path(__file__).parents[2]
 SERVING, CLIENTS, SECURITY = (ROOT / "docs" / f"{name}.md" for name in ("serving", "clients", "security"))
 SERVER = ROOT / "src/headway/server"
-FOLDERS = ("", "openai/", "responses/", "anthropic/", "ollama/", "middleware/")
+APIS = ("openai", "responses", "anthropic", "ollama", "batches", "audio")
+FOLDERS = ("", *(f"{name}/" for name in APIS), "api/", "chats/", "middleware/", "models/")
 NAME = re.compile(r"`([^`]+)`")
-STATES = set(re.findall(r'"(\w+)"', inspect.getsource(vars(Serving)["state"].fget)))
+STATES = {
+    state
+    for part in ("state", "_state")
+    for state in re.findall(r'"(\w+)"', inspect.getsource(vars(Serving)[part].fget))
+}
 
 
 def section(page: Path, heading: str) -> str:
@@ -109,10 +116,12 @@ def test_every_path_is_listed() -> None:
 
 def test_every_metric_is_listed_under_both_names() -> None:
     stats = EngineStats(**{field.name: 1 for field in fields(EngineStats)})
+    model = SimpleNamespace(name="m", state="ready", bytes=1, stats=lambda: stats)
+    models: Any = SimpleNamespace(default=model, all=lambda: (model,), budget=1, loads=1, unloads=1, failed_loads=1)
     table = rows(section(SERVING, "Monitoring"), "metric")
-    assert set(named(table)) == _exposed(Metrics("headway", "m", lambda: stats))
+    assert set(named(table)) == _exposed(Metrics("headway", models))
     other = {NAME.findall(ours)[0]: (NAME.findall(theirs) or NAME.findall(ours))[0] for ours, theirs, _ in table}
-    assert set(other.values()) == _exposed(Metrics("vllm", "m", lambda: stats))
+    assert set(other.values()) == _exposed(Metrics("vllm", models))
     for name, theirs in VLLM_NAMES.items():
         assert (name, theirs) in other.items() or (f"{name}_total", f"{theirs}_total") in other.items()
 
@@ -164,7 +173,7 @@ def test_every_field_of_other_apis_has_its_meaning() -> None:
     table = rows(section(CLIENTS, "ollama"), "field")
     assert field_names(OllamaChatRequest) | field_names(OllamaGenerateRequest) == set(named(table))
     options = next(set(NAME.findall(row[1])) for row in table if row[0] == "`options`")
-    assert field_names(Options) - set(LOADING) == options - {"max_tokens", "repetition_penalty"}
+    assert field_names(OllamaOptions) - set(LOADING) == options - {"max_tokens", "repetition_penalty"}
 
 
 def test_every_field_of_tokens_has_its_meaning() -> None:
@@ -185,7 +194,7 @@ def test_fields_inside_fields_are_named() -> None:
 def test_every_code_of_an_error_is_listed() -> None:
     """Those that stand in the code, and a server's states, which are codes too."""
     created = {(status, code) for status, code in _codes() if code is not None}
-    created |= {(503, state) for state in STATES - {"ready"}}
+    created |= {(503, state) for state in (STATES | {"absent"}) - {"ready"}}  # a model may be absent
     table = rows(section(CLIENTS, "Errors"), "status")
     assert {(int(row[0]), code) for row in table for code in NAME.findall(row[1])} == created
 

@@ -41,6 +41,12 @@ DRAWN = {
     "grpo",
 }
 
+EVERYWHERE = (  # in process, over a WebSocket and a Unix socket, in the sandbox
+    *("hello", "reflexion", "completion", "json_extraction", "template_filling", "tree_of_thoughts", "mcts"),
+    *("graph_of_thoughts", "skeleton_of_thought", "recursion_of_thought", "self_consistency", "modular_cache"),
+    *("jacobi_decoding", "tree_speculation", "async_calls", "agent_swarm"),
+)
+
 
 def load(name: str) -> ModuleType:
     """An example as a module."""

@@ -4,14 +4,16 @@ llama.cpp's converter writes them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from support.gguf_files import blocks_of, interleaved
 
@@ -37,17 +39,26 @@ ARCHS = {
     "qwen3_moe": A.QWEN3MOE,
     "olmoe": A.OLMOE,
     "gpt_oss": A.GPT_OSS,
+    "llama4_text": A.LLAMA4,
 }
 PERMUTED = ("smollm3", "granite", "granitemoe", "mixtral")
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 HEADS = re.compile(r"(.*\.[qk]_layernorm)\.norms\.(\d+)\.weight")
 
 
-def write_family(path: Path, folder: Path, model: Any, *, kind: str = "F32") -> Path:
+def write_family(
+    path: Path,
+    folder: Path,
+    model: Any,
+    *,
+    kind: str = "F32",
+    metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+) -> Path:
     """The model in a folder as a GGUF file; matrices in `kind`, the rest in F32."""
     arch = ARCHS[model.config.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _keys(writer, model.config)
+    metadata(writer)
     table = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     for name, tensor in _converted(load_file(folder / "model.safetensors"), model.config):
         target = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -55,11 +66,21 @@ def write_family(path: Path, folder: Path, model: Any, *, kind: str = "F32") -> 
         chosen = kind if tensor.ndim >= 2 and "norm" not in target and tensor.shape[-1] % 32 == 0 else "F32"
         values = tensor.float().contiguous().numpy()
         writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _divisors(model.config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _divisors(c: Any) -> np.ndarray:
+    """What the frequencies of a plain rope are divided by, as transformers scales them."""
+    dim, theta = c.head_dim, c.rope_parameters["rope_theta"]
+    plain = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")
+    return (plain / scaled).numpy()
 
 
 def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
@@ -68,6 +89,8 @@ def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
     dim = getattr(c, "head_dim", None) or c.hidden_size // heads
     kv = {"gpt2": heads, "gpt_neox": heads}.get(kind, getattr(c, "num_key_value_heads", heads))
     inner = {"gpt2": getattr(c, "n_inner", None) or 4 * c.hidden_size}.get(kind, getattr(c, "intermediate_size", 0))
+    if kind == "llama4_text":
+        inner = c.intermediate_size_mlp
     if kind == "falcon":
         kv, inner = (c.num_kv_heads if c.new_decoder_architecture else 1), c.ffn_hidden_size
     writer.add_context_length(c.max_position_embeddings)
@@ -122,8 +145,10 @@ def _more_keys(writer: gguf.GGUFWriter, c: Any) -> None:
             continue
         if getattr(c, key, None) is not None:
             add(getattr(c, key))
-    if c.model_type == "gpt_oss":
+    if c.model_type in ("gpt_oss", "llama4_text"):
         writer.add_expert_feed_forward_length(c.intermediate_size)
+    if c.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(c.interleave_moe_layer_step)
 
 
 def _converted(weights: dict[str, Tensor], c: Any) -> Iterator[tuple[str, Tensor]]:
@@ -169,6 +194,10 @@ def _split(name: str, tensor: Tensor, c: Any) -> Iterator[tuple[str, Tensor]]:
         name = f"{block}ffn_down_exps.weight"
     elif name.endswith("block_sparse_moe.gate.weight"):
         name = f"{block}ffn_gate_inp.weight"
+    elif kind == "llama4_text" and ".experts.gate_up_proj" in name:
+        for role, own in zip(("gate", "up"), tensor.transpose(1, 2).chunk(2, dim=1), strict=True):
+            yield f"{block}ffn_{role}_exps.weight", own
+        return
     elif ".experts.gate_up_proj" in name:
         suffix = "bias" if name.endswith("_bias") else "weight"
         for i, role in enumerate(("gate", "up")):

@@ -19,10 +19,23 @@ ARCHS = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3"
 # Where each kind's blocks keep their float16 scales; the other bytes may hold anything.
 HALVES = {
     **{"F32": (), "F16": (), "BF16": (), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()},
+    **{"IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,)},
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **{"IQ1_M": (), "NVFP4": ()},
 }
 # How large values of random blocks are, in units of the block's scale.
-TYPICAL = {"Q2_K": 12, "Q3_K": 42, "Q4_K": 300, "Q5_K": 600, "Q6_K": 1400}
+TYPICAL = {"Q2_K": 12, "Q3_K": 42, "Q4_K": 300, "Q5_K": 600, "Q6_K": 1400, "IQ4_NL": 60, "IQ4_XS": 1100}
+TYPICAL |= {
+    "IQ1_S": 6.5,
+    "IQ1_M": 6.5,
+    "IQ2_XXS": 50,
+    "IQ2_XS": 50,
+    "IQ2_S": 50,
+    "IQ3_XXS": 120,
+    "IQ3_S": 128,
+    "NVFP4": 1,
+}
 
 
 def random_bytes(kind: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
@@ -37,6 +50,10 @@ def random_bytes(kind: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
         halves = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-7, 4, len(blocks))
         halves[:4] = [0.0, -0.0, 65504.0, -65504.0][: len(halves)]
         blocks[:, at : at + 2] = halves.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if kind == "MXFP4":  # a power of two, from 2^-28 to 2^15
+        blocks[:, 0] = rng.integers(100, 144, len(blocks))
+    if kind == "IQ1_M":  # the top bits of its float16, of which one is left out, so that it is finite
+        blocks[:, 55] &= 0xBF
     return blocks.reshape(rows, -1)
 
 
@@ -112,13 +129,19 @@ def write_gguf(
 
 
 def blocks_of(values: np.ndarray, kind: str) -> np.ndarray:
-    """Values stored as `kind`. The gguf package cannot quantize to the K kinds: there, random blocks of their size."""
+    """Values stored as `kind`. The gguf package cannot quantize to K and IQ kinds: there, random blocks."""
     if kind not in TYPICAL:
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     blocks = random_bytes(kind, *values.shape).reshape(-1, KINDS[kind].nbytes)
+    scales = np.random.default_rng(0).uniform(0.5, 1.5, len(blocks)) * values.std() / TYPICAL[kind]
+    halves = scales.astype(np.float16)
     for at in HALVES[kind]:
-        scales = np.random.default_rng(at).uniform(0.5, 1.5, len(blocks)) * values.std() / TYPICAL[kind]
-        blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+        blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    if kind == "IQ1_M":  # in the top 4 bits of four words
+        for i in range(4):
+            blocks[:, 49 + 2 * i] = (blocks[:, 49 + 2 * i] & 15) | (halves.view(np.uint16) >> 4 * i & 15) << 4
+    if kind == "NVFP4":  # small floats of 8 bits
+        blocks[:, :4] &= 7
     return blocks.reshape(len(values), -1)
 
 

@@ -196,6 +196,11 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
             tensor.copy_(0.3 * noise)
         else:
             tensor.copy_(1.5 / math.sqrt(tensor.shape[-1]) * noise)
+    for name, tensor in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+        elif name.endswith("layer_scalar"):
+            tensor.copy_(1.0 + 0.3 * torch.randn(tensor.shape, generator=generator))
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -160,14 +160,268 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 36}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2, "shared_intermediate_size": 20}
+# Families with recurrent layers, in the same way.
+RECURRENT: dict[str, dict[str, dict[str, Any]]] = {
+    "Lfm2": {
+        "lfm2": {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 4,
+        },
+        "lfm2-bias": {
+            "num_hidden_layers": 3,
+            "full_attn_idxs": [0],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    },
+    "Qwen3Next": {
+        "qwen3-next": {**DELTA, **SHARED, "mlp_only_layers": [1]},
+        "qwen3-next-first": {
+            **DELTA,
+            **SHARED,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_num_value_heads": 6,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    },
+    "Qwen3_5Text": {"qwen3.5": DELTA},
+    "Qwen3_5MoeText": {"qwen3.5-moe": {**DELTA, **SHARED}},
+    "Mamba2": {
+        "mamba2": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 12, "chunk_size": 16},
+        "mamba2-bias": {
+            "hidden_size": 24,
+            "num_heads": 6,
+            "head_dim": 8,
+            "n_groups": 1,
+            "state_size": 5,
+            "chunk_size": 8,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "time_step_limit": [0.2, 0.9],
+            "tie_word_embeddings": True,
+        },
+    },
+    "GraniteMoeHybrid": {
+        "granite-hybrid": {
+            **MAMBA,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
+        "granite-hybrid-dense": {
+            **MAMBA,
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "attention_multiplier": 0.25,
+        },
+    },
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_group": 4,
+    "topk_group": 2,
+}
+MSCALE = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}
+# Families with latent or chunked attention, in the same way.
+LATENT_AND_CHUNKED: dict[str, dict[str, dict[str, Any]]] = {
+    "DeepseekV2": {
+        "deepseek-v2": {
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": MSCALE,
+        },
+        "deepseek-v2-lite": {**LATENT, "q_lora_rank": None, "attention_bias": True, "n_shared_experts": 1},
+    },
+    "DeepseekV3": {
+        "deepseek-v3": {**LATENT, "rope_parameters": MSCALE},
+        "deepseek-v3-halves": {
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+        },
+        "deepseek-v3-dense": {**LATENT, "num_hidden_layers": 2, "first_k_dense_replace": 2, "attention_bias": True},
+    },
+    "Llama4Text": {
+        "llama4": {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 52,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "attention_chunk_size": 6,
+            "floor_scale": 5,
+            "attn_scale": 0.4,
+        },
+        "llama4-published": {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        "llama4-plain": {
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "intermediate_size_mlp": 52,
+            "moe_layers": [0],
+            "no_rope_layers": [0, 1, 1],
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "num_local_experts": 4,
+            "attention_chunk_size": 9,
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
+}
+LAYERS = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+PROPORTIONAL = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+# Families whose layers differ from each other, in the same way.
+PER_LAYER: dict[str, dict[str, dict[str, Any]]] = {
+    "Gemma3nText": {
+        "gemma3n": {
+            **LAYERS,
+            "vocab_size_per_layer_input": 90,
+            "intermediate_size": [84, 52, 84, 40, 84, 60],
+            "activation_sparsity_pattern": [0.9, 0.0, 0.7, 0.0, 0.5, 0.0],
+            "laurel_rank": 6,
+            "altup_num_inputs": 3,
+            "final_logit_softcapping": 6.0,
+        },
+        "gemma3n-second-stream": {
+            **LAYERS,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 10,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "num_key_value_heads": 4,
+        },
+    },
+    "Gemma4Text": {
+        "gemma4": {
+            **LAYERS,
+            "global_head_dim": 24,
+            "use_double_wide_mlp": True,
+            "rope_parameters": PROPORTIONAL,
+            "final_logit_softcapping": 6.0,
+        },
+        "gemma4-experts": {
+            **LAYERS,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 28,
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": PROPORTIONAL,
+        },
+        "gemma4-even": {
+            **LAYERS,
+            "global_head_dim": 16,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "num_kv_shared_layers": 0,
+            "rope_parameters": None,
+        },
+    },
+}
+MODELS = {
+    "Gemma3nText": "Gemma3nForCausalLM",
+    "Gemma4Text": "Gemma4ForCausalLM",
+    "Llama4Text": "Llama4ForCausalLM",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "GPT2": "GPT2LMHeadModel",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+}
 QUICK = [next(iter(group)) for group in CASES.values()]
 OTHERS = [name for group in CASES.values() for name in list(group)[1:]]
 
 
-def family_model(name: str, seed: int = 0) -> tuple[dict[str, Any], Any]:
-    """The config and model of a case."""
-    for kind, group in CASES.items():
+def family_model(name: str, seed: int = 0, **changes: Any) -> tuple[dict[str, Any], Any]:
+    """The config and model of a case, with changes."""
+    for kind, group in (CASES | RECURRENT | LATENT_AND_CHUNKED | PER_LAYER).items():
         if name in group:
-            return build_hf(f"{kind}Config", MODELS.get(kind, f"{kind}ForCausalLM"), group[name], seed)
+            return build_hf(f"{kind}Config", MODELS.get(kind, f"{kind}ForCausalLM"), {**group[name], **changes}, seed)
     raise KeyError(name)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 import headway as hw
 from headway.server.app import create_app
@@ -46,11 +50,11 @@ class Answer:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-class Live:
-    """Where the server is, what it serves, and its engine."""
+class Asker:
+    """Where a server is, and how it is asked."""
 
-    def __init__(self, port: int, engine: hw.Engine) -> None:
-        self.port, self.engine = port, engine
+    def __init__(self, port: int) -> None:
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
     def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
@@ -96,10 +100,31 @@ class Live:
             time.sleep(0.01)
         raise AssertionError("it never came to hold")
 
+
+class Live(Asker):
+    """A server and its engine."""
+
+    def __init__(self, port: int, engine: hw.Engine) -> None:
+        super().__init__(port)
+        self.engine = engine
+
     def is_quiet(self) -> bool:
         """Whether nobody holds a page and nothing is queued."""
         stats = self.engine.stats()
         return stats.pages_held == 0 and stats.queued == 0
+
+
+def _tasks() -> list[str]:
+    """What the event loops of this process wait for."""
+    tasks = [task for task in gc.get_objects() if isinstance(task, asyncio.Task) and not task.done()]
+    return [f"{task.get_coro()} at {task.get_stack(limit=3)}" for task in tasks]
+
+
+def _stacks() -> str:
+    """Where the threads of this process are."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {names.get(i, str(i)): traceback.format_stack(frame, 12) for i, frame in sys._current_frames().items()}
+    return "\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks.items())
 
 
 @contextmanager
@@ -111,16 +136,25 @@ def live(
     models: dict[str, Any] = {"pooling_models": pooling_models}
     if drafter is not None:
         models["open_drafter"] = lambda: drafter
-    server = uvicorn.Server(configure(how, create_app(how, lambda: engine, **models)))
+    with serving(how, create_app(how, lambda: engine, **models)) as port:
+        yield Live(port, engine)
+
+
+@contextmanager
+def serving(how: ServerSettings, app: FastAPI) -> Iterator[int]:
+    """Serve an application in a thread; gives its port when it is ready."""
+    server = uvicorn.Server(configure(how, app))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="served", daemon=True)
     thread.start()
     try:
         end = time.monotonic() + PATIENCE
         while not server.started and time.monotonic() < end:
             time.sleep(0.01)
-        served = Live(server.servers[0].sockets[0].getsockname()[1], engine)
-        served.until(lambda: served.get("/health").status == 200)
-        yield served
+        port = server.servers[0].sockets[0].getsockname()[1]
+        asker = Asker(port)
+        asker.until(lambda: asker.get("/health").status == 200)
+        yield port
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
+        assert not thread.is_alive(), f"the server did not end: {_tasks()}\n{_stacks()}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.samplers import NO_TOKEN, UNDECIDED
+from headway.base.specs.samplers import NO_TOKEN, UNDECIDED
 from headway.kv.allocator import Edit
 from headway.runtime.batch import Batch, DecodeRows, Segment
 from headway.runtime.runners.base import SegmentResult, StepResult
@@ -85,7 +85,11 @@ class DecodingRunner(Sticking):
         self._page(page)[1, offset] = 0
         self.check_clean(pages, slot)
         second = self._page(page)[1, offset] = _hash(int(first), _sum(self._all(0, pages), slots, seen))
-        value = self._value(rows.readouts[i], _hash(int(second), _sum(self._all(1, pages), slots, seen)), position)
+        result = _hash(int(second), _sum(self._all(1, pages), slots, seen))
+        if rows.states is not None:
+            source, target = rows.states[i].tolist()
+            result = _hash(result, *self._recur([token], source, {1: target}))
+        value = self._value(rows.readouts[i], result, position)
         assert isinstance(value, int)
         return value
 
@@ -101,7 +105,9 @@ class DecodingRunner(Sticking):
         if len(segment.rows) and len(segment.pages):
             behind = (int(segment.numbers[-1]) + 1) * self.page_size - 1 - int(segment.slots[-1])
             last = self._page(int(segment.pages[-1]))[:, self.page_size - behind :] if behind > 0 else np.zeros(0)
-            if last.any():
+            # Rows that only bring recurrent state up to date are in their slots already, and so are those after them.
+            replayed = segment.states is not None and segment.rows[-1] not in written
+            if last.any() and not replayed:
                 self.faults.append(f"something stands after slot {int(segment.slots[-1])} of a segment")
         return super()._segment(batch, segment, written)
 

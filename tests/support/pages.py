@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from support.forked import forked
+from support.many_models import model_folders
 
+DOCS = Path(__file__).parents[2] / "docs"
 HEADWAY = ("-m", "headway.cli.main")
 PATIENCE = 120.0  # seconds until a test gives up; nothing is asserted about times
 
@@ -28,6 +31,13 @@ def check_serve(*arguments: str) -> None:
             return _make_key(folder, arguments)
         if "--keys" in arguments:
             _make_key(folder, ["--keys", arguments[arguments.index("--keys") + 1], "--new-key", "ada"])
+        if "--replicas" in arguments:
+            return _miss_cluster(folder, "serve", *arguments)
+        if "./models" in shlex.join(arguments):
+            model_folders(Path(folder) / "models", "llama-8b")
+        if "--mcp" in arguments:  # the file that the page shows
+            shown = re.findall(r"```json\n(.*?)```", (DOCS / "mcp.md").read_text(), re.DOTALL)
+            (Path(folder) / "mcp.json").write_text(shown[0])
         with _process(forked(*HEADWAY, "serve", *arguments, "--port", "0", "--json"), cwd=folder) as server:
             assert server.stdout is not None
             assert any(json.loads(line)["message"] == "ready" for line in server.stdout), server.communicate()
@@ -42,6 +52,15 @@ def _make_key(folder: str, arguments: Sequence[str]) -> None:
     assert made.stdout.startswith("hw-")
 
 
+def _miss_cluster(folder: str, *arguments: str) -> None:
+    """A line for a Ray cluster is understood: only the cluster is missing."""
+    where = [] if "--ray" in arguments else ["--ray", "HOST:6379"]
+    command = forked(*HEADWAY, *arguments, *where)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert "there is no Ray cluster at HOST:6379" in done.stderr
+    assert done.returncode != 0
+
+
 def check_pipeline(arguments: Sequence[str]) -> None:
     """A line of `headway pipeline` computes the files that it names, which have a few lines here."""
     texts = ["A cat sleeps.", "The tax rate rose."]
@@ -52,6 +71,19 @@ def check_pipeline(arguments: Sequence[str]) -> None:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=PATIENCE)
         output = arguments[arguments.index("--output") + 1]
         assert len(done.stdout.splitlines()) == 2 if output == "-" else (Path(folder) / output).stat().st_size > 0
+
+
+def check_batch(arguments: Sequence[str]) -> None:
+    """A line of `headway batch` computes the rows of the file that it names, of which there are two here."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "prompts.csv").write_text("prompt\nThe sky is\nThe sea is\n")
+        (Path(folder) / "prompts.jsonl").write_text('{"prompt": "The sky is"}\n')
+        if "--ray" in arguments:
+            return _miss_cluster(folder, "batch", *arguments)
+        command = forked(*HEADWAY, "batch", *arguments, "--json", "--threads", "1")
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=PATIENCE)
+        assert json.loads(done.stdout)["rows"] == 2
+        assert json.loads(done.stdout)["failed"] == 0
 
 
 def check_top(url: str) -> None:

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck
 
 import headway as hw
 from headway.kv.allocator import Edit
-from headway.program.forward import Execution
+from headway.models.description import Recurrence
+from headway.program.execution import Execution
 from headway.runtime.batch import Batch
 from headway.runtime.job import Job
 from headway.runtime.runners.base import SegmentResult
-from headway.testing import ScriptedRunner, random_model, scripted_result, stepping
+from headway.testing import ScriptedRunner, scripted_model, scripted_result, stepping
 
 V = 97
 QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}  # for state machines
@@ -27,13 +28,13 @@ def plain(tokens: Sequence[int]) -> int:
     return result([*tokens], [seen(slot) for slot in range(len(tokens))]) % V
 
 
-def result(tokens: Sequence[int], rows: Sequence[np.ndarray], row: int = -1) -> int:
+def result(tokens: Sequence[int], rows: Sequence[np.ndarray], row: int = -1, *, recurrent: bool = False) -> int:
     """What the scripted model makes of a row, where each of the first rows attended to these slots."""
     n = len(tokens)
     attend = np.zeros((n, n), bool)
     for i, slots in enumerate(rows):
         attend[i, : len(slots)] = slots
-    return scripted_result(tokens, range(n), attend, row % n)
+    return scripted_result(tokens, range(n), attend, row % n, recurrent=recurrent)
 
 
 def seen(slot: int, window: int | None = None) -> np.ndarray:
@@ -79,10 +80,11 @@ class Faulty(ScriptedRunner):
         return super().execute(batch)
 
 
-def opened(runner: ScriptedRunner, *, max_positions: int = 4096, **options: Any) -> hw.Engine:
+def opened(
+    runner: ScriptedRunner, *, max_positions: int = 4096, recurrence: Recurrence | None = None, **options: Any
+) -> hw.Engine:
     """An engine of the scripted model on a device of one's own; the options are those of `Engine`."""
-    small: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
-    model = random_model(intermediate_size=1, vocab_size=runner.vocab_size, max_positions=max_positions, **small)
+    model = scripted_model(vocab_size=runner.vocab_size, max_positions=max_positions, recurrence=recurrence)
     return hw.Engine(model, runner=runner, threads=1, page_size=runner.page_size, **options)
 
 
@@ -135,6 +137,9 @@ def check_pages(engine: hw.Engine) -> None:
         tables = [t.held() for t in loop.kv_cache.tables if not t.closed]
         jobs = [[*job.pages, *job.replay_pages] for job in known_jobs(engine)]
         engine._allocator.check([*tables, *jobs, *(pin.pages for pin in loop.kv_cache.pins.values())])
+        if engine._states is not None:
+            own = [t.states for t in loop.kv_cache.tables if not t.closed and t.states is not None]
+            engine._states.check([*own, *(job.saved for job in known_jobs(engine))])
 
 
 def known_jobs(engine: hw.Engine) -> set[Job]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import wave
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,17 @@ def tone(seconds: float, *, rate: int = RATE, seed: int = 0) -> np.ndarray:
     for hertz in draw.uniform(100, 3000, 4):
         found += draw.uniform(0.05, 0.2) * np.sin(2 * np.pi * hertz * t + draw.uniform(0, 6))
     return found.astype(np.float32)
+
+
+def wav_file(samples: np.ndarray, rate: int = RATE) -> bytes:
+    """A WAV file of 16 bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+    return file.getvalue()
 
 
 def same(mine: Any, other: Any, *, rel: float = 1e-4, abs: float = 1e-6, at: str = "result") -> None:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 import headway as hw
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.kv.tensor_pool import TensorPool
 from headway.runtime.passes import Readout

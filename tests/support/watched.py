@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import headway as hw
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.models.adapters.bound import BoundAdapter
 from headway.runtime.adapters import DeviceWeights

@@ -37,7 +37,7 @@ async def program(engine: hw.Engine, adapter: str) -> dict[str, Any]:
         logits, shares = fwd.probe(-1, hw.Logits()), fwd.probe(-1, hw.Distribution(0.7, 5))
         some, spread = fwd.probe(-1, hw.Logprobs((1, 2, 3))), fwd.probe(-1, hw.Entropy())
         state, lens = fwd.probe(-1, hw.Hidden(engine.config.layers)), fwd.probe(-1, hw.LogitLens((0, 1), 3))
-        scores = fwd.probe(-1, hw.AttentionScores(1))
+        scores = fwd.probe(-1, hw.AttentionScores(engine.config.attention_layers[-1]))
         out = await fwd.execute()
         values = (out.logits(logits), out.distribution(shares), out.logprobs(some), out.entropy(spread))
         found["probes"] = _plain((*values, out.hidden(state), out.lens(lens), out.attention(scores)))

@@ -30,6 +30,7 @@ from headway.text.replies import (
     detect_format,
     reply_parser,
 )
+from support.properties import examples
 
 TEMPLATES = Path(__file__).parent / "templates"
 USER = {"role": "user", "content": "What is the weather?"}
@@ -256,7 +257,7 @@ def cut(text, splits):
     return [text[a:b] for a, b in itertools.pairwise(places)] or [""]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(sorted(FAMILIES)), st.builds(Reply, TEXTS, TEXTS, st.lists(CALLS, max_size=3).map(tuple)), SPLITS
 )
@@ -282,7 +283,7 @@ SOUP = [
 SOUPS = st.lists(st.sampled_from(SOUP), max_size=14).map("".join)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), SOUPS, SPLITS, st.sampled_from([4, 30, 1 << 20]))
 def test_no_text_raises_and_no_split_changes_the_parts(format, text, splits, call_chars):
     limits = ParseLimits(call_chars=call_chars, depth=2, calls=2, name_chars=5)
@@ -292,7 +293,7 @@ def test_no_text_raises_and_no_split_changes_the_parts(format, text, splits, cal
     assert merged(parse(format, list(text), limits=limits)) == merged(whole)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.sampled_from(EVERY), st.floats(0, 1), st.integers(0, 4), st.sampled_from(SOUP), SPLITS)
 def test_a_damaged_reply_does_not_raise_and_no_split_changes_its_parts(which, at, lost, extra, splits):
     family = FAMILIES[which[0]]
@@ -305,7 +306,7 @@ def test_a_damaged_reply_does_not_raise_and_no_split_changes_its_parts(which, at
     assert merged(parse(family.format, list(text), prompt)) == merged(whole)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), SOUPS, st.floats(0, 1))
 def test_a_copy_goes_its_own_way(format, text, at):
     at = int(at * len(text))
@@ -664,6 +665,7 @@ def test_the_number_of_calls_is_bounded():
     assert [found.why for found in reply.bad] == ["the message has more than 3 calls"] * 2
 
 
+@pytest.mark.slow
 def test_long_text_takes_time_in_proportion():
     start = time.thread_time()
     for format in FORMATS:

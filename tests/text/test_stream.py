@@ -10,6 +10,7 @@ from tokenizers import pre_tokenizers as pre
 from headway.base.errors import Closed, InvalidToken
 from headway.text import TextStream, Tokenizer
 from headway.text.tokenizer import byte_of_character
+from support.properties import examples
 
 
 def byte_level() -> Tokenizer:
@@ -62,7 +63,7 @@ def sequences(draw, tokenizer: Tokenizer):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip_special", [True, False])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(data=st.data())
 def test_parts_make_the_whole(name, skip_special, data):
     tokenizer = TOKENIZERS[name]
@@ -111,7 +112,7 @@ def test_a_continuation_keeps_its_leading_space():
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
 def test_a_prompt_and_its_continuation_make_the_whole(name, data):
     tokenizer = TOKENIZERS[name]

@@ -1,6 +1,7 @@
 """Str ↔ ids: SmolLM2's real vocabulary, byte-level and SentencePiece vocabularies made by hand, and files that lie."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from headway.models.hub.store import resolve
 from headway.text import Tokenizer
 from headway.text.gguf_vocab import PRE_TOKENIZERS, merges_from_scores
 from headway.text.tokenizer import byte_of_character
+from support.properties import examples
 
 TEXT = (
     "Hello, wörld! Don't WE'LL  日本語のテキスト 한국어 русский العربية हिन्दी ไทย Ελληνικά\n"
@@ -108,7 +110,7 @@ def test_smollm2_ids_equal_the_reference_on_a_multilingual_text(smollm2, referen
     assert smollm2.encode(TEXT) == reference.encode(TEXT, add_special_tokens=False, split_special_tokens=True)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_smollm2_ids_equal_the_reference_on_any_text(smollm2, reference, text):
     ids = smollm2.encode(text, special=True)
@@ -334,7 +336,7 @@ JUNK = st.one_of(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(key=st.sampled_from(sorted({*byte_metadata(), *spm_metadata()})), junk=JUNK, spm=st.booleans())
 def test_any_junk_in_a_header_is_an_error_of_ours_or_harmless(key, junk, spm):
     try:
@@ -359,7 +361,7 @@ def theirs(metadata, architecture="phi3"):
 SPM_TEXT = st.text(st.sampled_from("helo wrd  \n!é日🤷abcxyz▁"), max_size=24)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(text=SPM_TEXT)
 def test_sentencepiece_ids_equal_transformers(text):
     metadata = spm_metadata()
@@ -506,7 +508,7 @@ def smollm2_copy(smollm2):
 PARTS = ["<|im_start|>", "<|endoftext|>", "<|im", "_end|>", " ", "user", "é", "12"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=8))
 def test_plain_text_is_cut_as_by_a_backend_of_its_own(smollm2, smollm2_copy, parts):
     text = "".join(parts)
@@ -561,3 +563,27 @@ def test_a_broken_tokenizer_json_is_named(tmp_path, text):
     (tmp_path / "tokenizer.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadModelFile, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_long_texts_are_encoded_without_the_global_lock(smollm2: Tokenizer) -> None:
+    """And into the same ids as by the call for short ones."""
+    text = TEXT * 2000
+    stop, count = threading.Event(), 0
+
+    def others() -> None:
+        nonlocal count
+        while not stop.wait(0.001):
+            count += 1
+
+    def encoded() -> tuple[list[int], int]:
+        """The ids, and how often the other thread ran meanwhile."""
+        before = count
+        return smollm2.encode(text), count - before
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    tries = [encoded() for _ in range(3)]
+    stop.set()
+    thread.join()
+    assert tries[0][0] == smollm2._plain_backend().encode(text, add_special_tokens=False).ids
+    assert max(ran for _, ran in tries) > 3  # hundreds of times; in one call that holds the lock, never

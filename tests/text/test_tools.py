@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headway.base.errors import HeadwayError, InvalidInput, WrongType
 from headway.text.tools import bind_arguments, check_arguments, tool_schema
+from support.properties import examples
 
 
 class Unit(enum.Enum):
@@ -385,7 +386,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.dictionaries(st.sampled_from(["where", "unit", "level", "span", "at", "x"]), JSON), JSON)
 def test_random_arguments_bind_or_are_refused(arguments, other):
     fitting = {"where": "x", "unit": "c", "level": 1, "span": {"days": 1}, "at": 1}

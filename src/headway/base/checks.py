@@ -8,15 +8,21 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
+from headway.base.system.lazy_numpy import has_numpy
 from headway.base.text import LONGEST, short_repr
 
 if TYPE_CHECKING:
     import numpy as np
 else:
-    from headway.base.lazy_numpy import np
+    from headway.base.system.lazy_numpy import np
+
+LARGEST_LIST = 1 << 22  # elements that are read of an iterable
+SNAPSHOT = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def check_integer(value: Any, name: str, low: int = 0, high: int | None = None) -> int:
@@ -38,7 +44,7 @@ def as_integer(value: Any, name: str) -> int:
     try:
         if not boolean and getattr(value, "ndim", 0) == 0:  # a tensor with one element is not a scalar
             return as_integer(operator.index(value), name)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # the last for tensors without values
         pass
     raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be an integer")
 
@@ -65,6 +71,16 @@ def check_number(value: Any, name: str) -> float:
     return number
 
 
+def check_timeout(value: Any) -> float | None:
+    """`value` as seconds to wait; None, to wait for the end, stays None."""
+    seconds = None if value is None else check_number(value, "timeout")
+    if seconds is not None and seconds < 0:
+        raise InvalidInput(
+            f"timeout is {value}; it must be a number of seconds of at least 0, or None to wait for the end"
+        )
+    return seconds
+
+
 def check_fraction(value: Any, name: str = "memory_fraction") -> float | None:
     """`value` as a float in (0, 1]; None stays None."""
     if value is None:
@@ -83,6 +99,8 @@ def number_array(value: Any, name: str) -> np.ndarray:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WrongType(f"{name} cannot be read as a numpy array: {error}") from None
+    except MemoryError:
+        raise InvalidInput(f"{name} is {short_repr(value)}, which does not fit in memory; give fewer numbers") from None
     if array.dtype.kind not in "iuf":
         raise WrongType(f"{name} is an array of {array.dtype}; it must be one of numbers")
     return array
@@ -101,8 +119,28 @@ def check_text(value: Any, name: str) -> str:
     return value
 
 
+def check_snapshot_name(name: object) -> str:
+    """`name` as that of a saved context."""
+    if not isinstance(name, str) or not SNAPSHOT.fullmatch(name):
+        raise InvalidInput(
+            f"the snapshot name {short_repr(name)} cannot be used; names have 1 to 128 of A–Z a–z 0–9 . _ -"
+        )
+    return name
+
+
+def check_flag(value: Any, name: str) -> bool:
+    """`value` as a bool; other values that are true or false are refused, except numpy's booleans."""
+    if isinstance(value, bool) or (has_numpy() and isinstance(value, np.bool_)):
+        return bool(value)
+    raise WrongType(f"{name} is {short_repr(value)} of type {type(value).__name__}; it must be True or False")
+
+
 def check_list(values: Any, name: str, of: str = "a list") -> list[Any]:
-    """The elements of a list, array or other iterable; text and scalars are refused."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+    """The elements of a list, array or other iterable; text, scalars and endless iterables are refused."""
+    scalar = not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0
+    if scalar or isinstance(values, str | bytes | type):
         raise WrongType(f"{name} is {short_repr(values)} of type {type(values).__name__}; it must be {of}")
-    return list(values)
+    listed = list(islice(values, LARGEST_LIST + 1))
+    if len(listed) > LARGEST_LIST:
+        raise InvalidInput(f"{name} is {short_repr(values)}; it must be {of}, with at most {LARGEST_LIST} elements")
+    return listed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 
 PREFILL_MODES = ("off", "on", "validate")
@@ -19,7 +21,8 @@ class Settings:
     `HEADWAY_CACHE`, `HF_HUB_OFFLINE`, `HEADWAY_BATCHED_PREFILL`, `HEADWAY_NATIVE` (auto; off; require, which makes a
     missing native library an error; triton, which uses its kernels on any device, on a CPU in Triton's interpreter),
     `HEADWAY_ISA` (the instruction set of the native kernels), `HEADWAY_WEIGHT_CACHE` (megabytes of repacked weights
-    that are kept on disk, or off) and `HEADWAY_API_KEY` (what commands send to a server).
+    that are kept on disk, or off), `HEADWAY_API_KEY` (what commands send to a server) and `HEADWAY_STARTUP_MARKS` (a
+    file to which `headway run` adds when the phases of its start were over).
     """
 
     cache: Path
@@ -29,6 +32,7 @@ class Settings:
     isa: str | None = None
     weight_cache: int = 0  # bytes
     api_key: str | None = field(default=None, repr=False)
+    startup_marks: str | None = None
 
 
 def settings() -> Settings:
@@ -45,7 +49,14 @@ def settings() -> Settings:
         isa=env.get("HEADWAY_ISA") or None,
         weight_cache=_weight_cache(env.get("HEADWAY_WEIGHT_CACHE", "2048")),
         api_key=env.get("HEADWAY_API_KEY") or None,
+        startup_marks=env.get("HEADWAY_STARTUP_MARKS") or None,
     )
+
+
+def child_environment(*, only: Sequence[str] | None = None, **changes: str) -> dict[str, str]:
+    """The environment of this process, or the variables named in `only`, with changes, for a process that it starts."""
+    kept = os.environ if only is None else {name: os.environ[name] for name in only if name in os.environ}
+    return {**kept, **changes}
 
 
 def _prefill_mode(text: str) -> str:
@@ -69,3 +80,9 @@ def _native_mode(text: str) -> str:
     if mode not in NATIVE_MODES:
         raise InvalidInput(f"HEADWAY_NATIVE is {text!r}; it must be one of {', '.join(NATIVE_MODES)} (or 0, 1)")
     return mode
+
+
+def default_environment(values: Mapping[str, str]) -> None:
+    """Set variables that other libraries read, unless the user has set them."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)

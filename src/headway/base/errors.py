@@ -16,6 +16,7 @@
     │   └── BadModelFile (ValueError)    a file that is truncated, inconsistent or does not match its config
     ├── ContextBusy                      the context has a pass in flight
     ├── Closed                           the context, state, engine or pass is closed
+    │   └── RankLost                     a process of a tensor-parallel engine has ended, and with it the engine
     ├── ConnectionFailed (ConnectionError)  a server that cannot be reached, or has ended the session
     ├── OutOfPages                       the page pool cannot provide the pages
     ├── OutOfMemory (MemoryError)        a device lacks the memory for a model and its KV cache
@@ -96,6 +97,10 @@ class ContextBusy(HeadwayError):
 
 class Closed(HeadwayError):
     """The context, state, engine or pass is over."""
+
+
+class RankLost(Closed):
+    """A process of a tensor-parallel engine has ended or failed, and with it the engine; the message says which."""
 
 
 class ConnectionFailed(HeadwayError, ConnectionError):

@@ -1,7 +1,9 @@
-"""Text for people: byte counts, values cut to the length of an error message; and a check of what people write."""
+"""Text for people: byte counts, values cut to the length of an error message; and text of people: a check, a search."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
 from reprlib import Repr
 from typing import Any
 
@@ -10,6 +12,7 @@ from headway.base.errors import InvalidInput
 UNITS = {1000: ("B", "kB", "MB", "GB", "TB"), 1024: ("B", "KiB", "MiB", "GiB", "TiB")}
 SHOWN = 80  # characters of a value in a message
 LONGEST = 1024  # bits of an integer that is written out
+PIECE = 64 << 10  # characters that are searched in one call, which holds the GIL
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = SHOWN
@@ -48,3 +51,25 @@ def check_unicode(text: str) -> None:
             f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; "
             "it is not valid Unicode: decode its source with errors='replace'"
         ) from error
+
+
+def find_all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """As `pattern.finditer(text)`, in short calls, for a pattern whose matches have 1 to `longest` characters."""
+    at = 0
+    while at < len(text):
+        stop = at + PIECE
+        for match in pattern.finditer(text, at, stop + longest - 1):
+            if match.start() >= stop:
+                break
+            yield match
+            at = match.end()
+        at = max(at, stop)
+
+
+def replace_all(pattern: re.Pattern[str], new: Callable[[re.Match[str]], str], text: str, longest: int) -> str:
+    """As `pattern.sub(new, text)`, in short calls; see `find_all`."""
+    parts, at = [], 0
+    for match in find_all(pattern, text, longest):
+        parts += (text[at : match.start()], new(match))
+        at = match.end()
+    return "".join([*parts, text[at:]]) if parts else text

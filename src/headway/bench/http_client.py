@@ -1,4 +1,4 @@
-"""A small HTTP client for measuring servers, on asyncio's streams and h11, which uvicorn brings along.
+"""A small HTTP client for measuring servers.
 
 Connections are kept alive for the next request. Leaving a response before its end closes its connection, as a client
 that disconnects does.
@@ -11,15 +11,13 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 from urllib.parse import urlsplit
 
-import h11
-
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
-
-READ_BYTES = 1 << 16
+from headway.base.http_connection import READ_BYTES, HttpConnection
 
 
 @dataclass(frozen=True)
@@ -79,14 +77,16 @@ class HttpClient:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._idle: list[_ClientConnection] = []
+        self._idle: list[HttpConnection] = []
 
     @asynccontextmanager
     async def request(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpResponse]:
         """One request; leaving it before the response's end closes the connection."""
         connection = await self._connection()
         try:
-            yield await connection.exchange(method, self.address.prefix + path, self.address.headers, _encode(body))
+            where = self.address
+            head, pieces = await connection.exchange(method, where.prefix + path, where.headers, _encode(body))
+            yield HttpResponse(head.status, head.headers, pieces)
         finally:
             if connection.reset():
                 self._idle.append(connection)
@@ -102,58 +102,19 @@ class HttpClient:
         except ValueError:
             return response.status, None
 
-    async def _connection(self) -> _ClientConnection:
+    async def _connection(self) -> HttpConnection:
         while self._idle:
-            if not (kept := self._idle.pop()).reader.at_eof():
+            if not (kept := self._idle.pop()).is_over:
                 return kept
             kept.close()
         where = self.address
         context = ssl.create_default_context() if where.tls else None
-        return _ClientConnection(*await asyncio.open_connection(where.host, where.port, ssl=context, limit=READ_BYTES))
+        return HttpConnection(*await asyncio.open_connection(where.host, where.port, ssl=context, limit=READ_BYTES))
 
     def close(self) -> None:
         """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
-
-
-class _ClientConnection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self._writer = reader, writer
-        self._http = h11.Connection(h11.CLIENT)
-
-    async def exchange(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> HttpResponse:
-        length = ("Content-Length", str(len(body)))
-        request = h11.Request(method=method, target=path, headers=[*headers, length])
-        for part in (request, h11.Data(body), h11.EndOfMessage()):
-            self._writer.write(self._http.send(part) or b"")
-        await self._writer.drain()
-        while not isinstance(event := await self._next(), h11.Response):
-            if not isinstance(event, h11.InformationalResponse):
-                raise ConnectionResetError("the server closed the connection without a response")
-        headers_in = {name.decode(): value.decode("latin-1") for name, value in event.headers}
-        return HttpResponse(event.status_code, headers_in, self._pieces())
-
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        while isinstance(event := await self._next(), h11.Data):
-            yield bytes(event.data)
-        if not isinstance(event, h11.EndOfMessage):
-            raise ConnectionResetError("the server closed the connection in the middle of a response")
-
-    async def _next(self) -> Any:
-        while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self.reader.read(READ_BYTES))
-        return event
-
-    def reset(self) -> bool:
-        """Make it ready for another request; whether that is possible."""
-        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
-            return False
-        self._http.start_next_cycle()
-        return True
-
-    def close(self) -> None:
-        self._writer.transport.abort()
 
 
 def _encode(body: Any) -> bytes:

@@ -12,12 +12,13 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
 import h11
 
+from headway.base.dataclass import dataclass
 from headway.bench.http_client import HttpClient, HttpResponse
 
 PATH = "/v1/completions"

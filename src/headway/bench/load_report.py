@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Any
 
+from headway.base.dataclass import dataclass
 from headway.bench.load_generator import ArrivalPattern, LoadResult, RequestResult
 
 WIDTH = 50

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
+
 if TYPE_CHECKING:
-    from headway.base.samplers import Sampling
+    from headway.base.specs.samplers import Sampling
     from headway.kv.allocator import Edit
     from headway.models.adapters.bound import BoundAdapter
     from headway.runtime.adapters import DeviceWeights
@@ -61,7 +62,7 @@ class Overhead:
 
 def measure_overhead(rows: int, tick: Callable[[int], None] = lambda step: None) -> Overhead:
     """Run `rows` generating programs and time the gaps between the device's steps."""
-    from headway.base.samplers import Argmax
+    from headway.base.specs.samplers import Argmax
     from headway.program.engine import Engine
     from headway.testing import ScriptedRunner, random_model
 

@@ -6,11 +6,11 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
 
 import h11
 
 from headway.base.checks import check_integer
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.bench.http_client import Address, HttpClient
 from headway.bench.load_generator import ArrivalPattern, LoadRequest, RequestResult, run_load, send

@@ -1,4 +1,4 @@
-"""An engine's speed, measured through its public API: prefill, decode, forks, time to first token, process startup.
+"""An engine's speed, measured through its public API: prefill, decode, forks, time to first token.
 
 Greedy, to the full length (end-of-text tokens do not end a sequence), over random prompts, so that the prefix cache
 never hits. The time to a sequence's first token counts as prefill, the rest as decode.
@@ -7,19 +7,13 @@ never hits. The time to a sequence's first token counts as prefill, the rest as 
 from __future__ import annotations
 
 import asyncio
-import compileall
-import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from headway.base.errors import Unsupported
+from headway.base.dataclass import dataclass
 
 if TYPE_CHECKING:
     import headway as hw
@@ -92,10 +86,10 @@ class SpeedTest:
             async with engine.context() as ctx:
                 await ctx.fill(prompt[:-1]).flush()
                 twins = [ctx.fork().fill(prompt[-1:]) for _ in range(forks)]
-                found = await asyncio.gather(*(_stamped(twin, tokens) for twin in twins))
+                stamped = await asyncio.gather(*(_stamped(twin, tokens) for twin in twins))
                 for twin in twins:
                     twin.release()
-                return began, found
+                return began, stamped
 
         return _timing(*self.engine.run(branches))
 
@@ -115,11 +109,11 @@ async def _stamped(ctx: hw.Context, tokens: int) -> Stamped:
     return stamped
 
 
-def _timing(began: float, found: list[Stamped]) -> DecodeTiming:
-    ready = max(stamped[0][1] for stamped in found)  # every sequence has its first token
-    ended = max(stamped[-1][1] for stamped in found)
-    after = sum(moment > ready for stamped in found for _, moment in stamped)
-    return DecodeTiming(ready - began, ended - ready, after, tuple(token for token, _ in found[0]))
+def _timing(began: float, runs: list[Stamped]) -> DecodeTiming:
+    ready = max(stamped[0][1] for stamped in runs)  # every sequence has its first token
+    ended = max(stamped[-1][1] for stamped in runs)
+    after = sum(moment > ready for stamped in runs for _, moment in stamped)
+    return DecodeTiming(ready - began, ended - ready, after, tuple(token for token, _ in runs[0]))
 
 
 def pages_for(sequences: int, slots: int, page_size: int = 16) -> int:
@@ -129,70 +123,11 @@ def pages_for(sequences: int, slots: int, page_size: int = 16) -> int:
 
 def step_bytes(engine: hw.Engine) -> int:
     """Bytes of weights that one step reads."""
+    if engine.info.tensor_parallel > 1:
+        return engine.info.weight_bytes
     return sum(engine.decoder.nbytes().values())
 
 
 def path_of(engine: hw.Engine) -> str:
     """This engine's runner and weight format."""
     return f"{engine.info.runner}; {engine.info.format}"
-
-
-# -- process startup ---------------------------------------------------------------------------------------------------
-
-CHILD = """
-import json, sys
-print("python", flush=True)
-options = json.loads(sys.argv[1])
-import numpy
-print("numpy", flush=True)
-import headway as hw
-hw.Engine
-print("imported", flush=True)
-with hw.Engine(options.pop("model"), **options) as engine:
-    async def first(engine):
-        async with engine.context() as ctx:
-            return await ctx.fill([1, 2, 3, 4, 5, 6, 7, 8]).generate(hw.Argmax(), max_tokens=1, stop_only=True).tokens()
-    print("loaded", flush=True)
-    engine.has_tokenizer
-    print("tokenizer", flush=True)
-    engine.run(first)
-    print("answered", flush=True)
-"""
-MARKS = ("python", "numpy", "imported", "loaded", "tokenizer", "answered")
-
-
-@dataclass(frozen=True)
-class Startup:
-    """Seconds from process start until each phase was over."""
-
-    python: float  # the interpreter runs
-    numpy: float  # numpy is imported
-    imported: float  # so is the engine
-    loaded: float  # the weights are there
-    tokenizer: float  # so are the tokenizer and the chat template, if the model has them
-    answered: float  # the first token was generated
-
-
-def measure_startup(options: dict[str, Any]) -> Startup:
-    """Start Python to load `options["model"]` and generate a token."""
-    compile_package()
-    return Startup(*_marks(["-c", CHILD, json.dumps(options)], MARKS))
-
-
-def compile_package() -> None:
-    """Compile Headway's bytecode, as installing a wheel does; an editable install may not have it."""
-    compileall.compile_dir(Path(__file__).parents[1], quiet=2)
-
-
-def _marks(arguments: list[str], expected: Sequence[str]) -> list[float]:
-    """Seconds after its start at which a Python process wrote each of the expected lines."""
-    began = time.perf_counter()
-    # -P: modules in the current folder must not shadow installed ones.
-    command = [sys.executable, "-P", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        seen = [(line.strip(), time.perf_counter() - began) for line in process.stdout]
-    found = [moment for line, moment in seen if line in expected]
-    if process.returncode or len(found) != len(expected):
-        raise Unsupported(f"the measured process exited with {process.returncode} after {len(found)} of {expected}")
-    return found

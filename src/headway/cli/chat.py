@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError, InvalidInput
-from headway.cli import options
-from headway.cli.answer import GeneratedAnswer, show_choices, stream, weights
-from headway.cli.flags import with_flags
-from headway.cli.options import Decoding, EngineOptions, open_drafter, open_engine
-from headway.cli.render import WordWrapper, counted, emit_json, note, report, write_aside, write_text
-from headway.cli.terminal_input import typed_messages
+from headway.cli.flags import shared
+from headway.cli.flags.declare import with_flags
+from headway.cli.flags.shared import Decoding, EngineOptions, open_drafter, open_engine
+from headway.cli.terminal.answer import GeneratedAnswer, show_choices, stream, weights
+from headway.cli.terminal.render import WordWrapper, counted, emit_json, note, report, write_aside, write_text
+from headway.cli.terminal.typed import typed_messages
 
 if TYPE_CHECKING:
     import headway as hw
@@ -40,11 +41,11 @@ DECODING = Decoding(max_tokens=512, temperature=None)  # unless flags say otherw
 def chat(
     *,
     engine_options: EngineOptions,
-    system: options.System = None,
+    system: shared.System = None,
     decoding: Decoding = DECODING,
-    speculate: options.Speculate = None,
-    quiet: options.Quiet = False,
-    json: options.Json = False,
+    speculate: shared.Speculate = None,
+    quiet: shared.Quiet = False,
+    json: shared.Json = False,
 ) -> None:
     """Chat with the model. In a pipe, every line is a turn; with --json every answer is a line of JSON.
 

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from headway.base.checks import check_fraction
+from headway.base.checks import check_fraction, check_integer
 from headway.base.config import settings
-from headway.base.device import AnyDevice
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
-from headway.base.extras import has_torch
-from headway.base.machine import Machine, read_machine
+from headway.base.system.device import MAX_RANKS
+from headway.base.system.extras import has_torch
+from headway.base.system.machine import Machine, read_machine
 from headway.cli.facts import (
     PACKAGES,
-    ModelFacts,
     headway_version,
     package_version,
-    read_model,
     system_name,
 )
-from headway.cli.options import INTEGER, Device, Dtype, Json, MemoryFraction, Threads
-from headway.cli.render import emit_json, show_pairs, size
+from headway.cli.flags.declare import Option
+from headway.cli.flags.shared import (
+    INTEGER,
+    Device,
+    Dtype,
+    Json,
+    KvDtype,
+    Memory,
+    MemoryFraction,
+    TensorParallel,
+    Threads,
+)
+from headway.cli.memory_fit import memory_fit, show_fit
+from headway.cli.terminal.render import emit_json, show_pairs, size
 from headway.models.hub import store
-
-STEP_ROWS = 512  # rows of a prefill step
 
 
 @dataclass(frozen=True)
@@ -41,105 +45,54 @@ class Gpu:
     memory_free: int
 
 
-@dataclass(frozen=True)
-class StoredWeights:
-    """Weights that stay in the formats of their file."""
-
-    format: str  # most bytes first
-    bytes: int
-    reference: int = 0  # of the float32 copy that torch computes with where there is no native step
-
-
-@dataclass(frozen=True)
-class MemoryFit:
-    """Whether a model fits: weights + KV cache + workspace, against free memory."""
-
-    model: ModelFacts
-    dtype: str
-    item: int  # bytes per element of that type
-    context: int
-    available: int
-    stored: StoredWeights | None = None  # where the weights stay in the file's formats
-
-    @property
-    def weights(self) -> int:
-        return self.model.parameters * self.item if self.stored is None else self.stored.bytes + self.stored.reference
-
-    @property
-    def kv_per_token(self) -> int:
-        return self.model.kv_values_per_token * self.item
-
-    @property
-    def workspace(self) -> int:
-        """Activations of one step of `STEP_ROWS` rows and one row of logits, in float32."""
-        m = self.model
-        row = 4 * m.hidden_size + (m.heads + 2 * m.kv_heads) * m.head_dim + 3 * m.intermediate_size
-        return 4 * (STEP_ROWS * row + m.vocab_size)
-
-    @property
-    def needed(self) -> int:
-        return self.weights + self.kv_per_token * self.context + self.workspace
-
-    @property
-    def fits(self) -> bool:
-        return self.needed <= self.available
-
-    @property
-    def longest_context(self) -> int:
-        """Tokens whose KV cache fits next to the weights, up to the model's context length."""
-        return max(
-            0, min(self.model.max_positions, (self.available - self.weights - self.workspace) // self.kv_per_token)
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "path": str(self.model.path),
-            "dtype": self.dtype,
-            "format": self.dtype if self.stored is None else self.stored.format,
-            "weights_bytes": self.weights,
-            "kv_bytes_per_token": self.kv_per_token,
-            "context": self.context,
-            "work_bytes": self.workspace,
-            "needed_bytes": self.needed,
-            "available_bytes": self.available,
-            "fits": self.fits,
-            "longest_context": self.longest_context,
-        }
-
-
 def doctor(
     *,
     check: Annotated[
         str | None,
-        typer.Option(
-            "--check", "--model", "-m", metavar="MODEL", help="Check whether this model fits, without loading it."
-        ),
+        Option("--check", "--model", "-m", metavar="MODEL", help="Check whether this model fits, without loading it."),
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", **INTEGER, help="Context length to check; the model's own by default.")
+        int | None, Option("--context", **INTEGER, help="Context length to check; the model's own by default.")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
     memory_fraction: MemoryFraction = None,
+    kv_dtype: KvDtype = "auto",
+    memory: Memory = None,
+    tensor_parallel: TensorParallel = 1,
     json: Json = False,
 ) -> None:
     """Show versions, device, memory, threads and cache, and what would make Headway faster."""
     from headway.runtime.device import pick_device, pick_threads
+    from headway.runtime.memory import memory_share
     from headway.runtime.profile import measure_bandwidth
 
     where, count, machine = pick_device(device), pick_threads(threads), read_machine()
     check_fraction(memory_fraction, "--memory-fraction")
     if check is not None:
-        fit = _fit(
-            store.resolve(check, download=False), where, machine, dtype, context=context, fraction=memory_fraction
+        fit = memory_fit(
+            store.resolve(check, download=False),
+            where,
+            machine,
+            dtype,
+            context=context,
+            fraction=memory_share(memory, memory_fraction, where),
+            kv_dtype=kv_dtype,
+            ranks=check_integer(tensor_parallel, "--tensor-parallel", 1, MAX_RANKS),
         )
-        emit_json(fit.to_json()) if json else _show_fit(fit, str(where))
+        emit_json(fit.to_json()) if json else show_fit(fit, str(where))
         return
     if context is not None:
         raise InvalidInput("--context needs --check MODEL")
-    if memory_fraction is not None:
-        raise InvalidInput("--memory-fraction needs --check MODEL")
+    for flag, given in (
+        ("--memory-fraction", memory_fraction is not None),
+        ("--memory", memory is not None),
+        ("--kv-dtype", kv_dtype != "auto"),
+        ("--tensor-parallel", tensor_parallel != 1),
+    ):
+        if given:
+            raise InvalidInput(f"{flag} needs --check MODEL")
     report = _report(machine, _gpus(), str(where), measure_bandwidth(str(where)), count)
     if json:
         emit_json(report)
@@ -149,27 +102,27 @@ def doctor(
 
 def hints(machine: Machine, gpus: list[Gpu], device: str, threads: int) -> list[str]:
     """What would make Headway faster on this machine."""
-    found, flags = [], machine.instructions
+    hints, flags = [], machine.instructions
     if device == "cpu" and gpus:
-        found.append(f"there is a CUDA device ({gpus[0].name}); use it with --device cuda")
+        hints.append(f"there is a CUDA device ({gpus[0].name}); use it with --device cuda")
     if threads > machine.fair_threads:
-        found.append(f"{threads} threads are more than the {machine.fair_threads} that can run concurrently")
+        hints.append(f"{threads} threads are more than the {machine.fair_threads} that can run concurrently")
     if machine.cpu_quota is not None and machine.cpu_quota < machine.usable_cores:
-        found.append(
+        hints.append(
             f"the container may use {machine.cpu_quota:g} of {machine.usable_cores} cores; "
             "a higher CPU limit allows more threads"
         )
     if device == "cpu" and "AVX2" not in flags and "NEON" not in flags:
-        found.append("this CPU has no AVX2, which every fast CPU path of torch needs")
+        hints.append("this CPU has no AVX2, which every fast CPU path of torch needs")
     elif device == "cpu" and "AVX2" in flags and "AVX-512 VNNI" not in flags and "AVX-VNNI" not in flags:
-        found.append("this CPU has no VNNI: integer matmuls run at about half speed")
+        hints.append("this CPU has no VNNI: integer matmuls run at about half speed")
     if device == "cpu" and "AVX2" in flags and not {"AVX-512 BF16", "AMX BF16"} & set(flags):
-        found.append("this CPU has no BF16 instructions: float32 is the fastest --dtype here")
+        hints.append("this CPU has no BF16 instructions: float32 is the fastest --dtype here")
     if machine.memory_free < 1 << 30:
-        found.append(
+        hints.append(
             f"only {size(machine.memory_free)} of memory is free; a model that does not fit is reread from disk"
         )
-    return found
+    return hints
 
 
 def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, threads: int) -> dict[str, Any]:
@@ -202,6 +155,7 @@ def _report(machine: Machine, gpus: list[Gpu], device: str, speed: float, thread
         "extras": extras(),
         "device": device,
         "cuda": [vars(gpu) for gpu in gpus],
+        "tensor_parallel": _tensor_parallel(len(gpus)),
         "gpu": gpu_path(bool(gpus), config.native).to_json(),
         "cache": {"path": str(config.cache), "bytes": sum(model.bytes for model in models)},
         "models": [model.name for model in models],
@@ -229,6 +183,7 @@ def _show(report: dict[str, Any]) -> None:
         ("memory bandwidth", f"{size(memory['bandwidth_bytes_per_second'])}/s measured"),
         ("CUDA devices", "; ".join(cuda) or f"none: {report['gpu']['missing']}"),
         *([("Triton", _triton_line(report["gpu"])), ("CUDA graphs", report["gpu"]["graphs"])] if cuda else []),
+        ("tensor parallel", report["tensor_parallel"]),
         ("native kernels", _native_line(report["native"])),
         ("computes", report["computes"]),
         ("device", report["device"]),
@@ -247,71 +202,18 @@ def _show(report: dict[str, Any]) -> None:
         print(f"  {hint}")
 
 
-def _fit(
-    path: Path, device: AnyDevice, machine: Machine, dtype: str, *, context: int | None, fraction: float | None
-) -> MemoryFit:
-    from headway.models.load import has_quantized, stored_dtype
-    from headway.runtime.device import pick_dtype
-    from headway.runtime.memory import read_memory
-    from headway.runtime.runners.select import why_not_native
+def _tensor_parallel(gpus: int) -> str:
+    """What ranks could compute on, in words."""
+    if not has_torch():
+        return "not available: torch is not installed"
+    from headway.runtime.runners.parallel.collectives import why_no_collectives
 
-    facts, kind = read_model(path), pick_dtype(dtype, device, stored_dtype(path))
-    if context is not None and not 1 <= context <= facts.max_positions:
-        raise InvalidInput(
-            f"--context is {context}; it must be an integer in [1, {facts.max_positions}] for this model"
-        )
-    memory = read_memory(device)
-    free = min(memory.free, machine.memory_free) if device.type == "cpu" else memory.free
-    if fraction is not None:
-        free = min(free, int(fraction * memory.total))
-    stored = None
-    if dtype == "auto" and why_not_native(path, dtype, device, settings()) is None:
-        stored = _stored_weights(path)
-    elif dtype == "auto" and device.type == "cpu" and has_quantized(path):
-        stored = replace(_stored_weights(path), reference=4 * facts.parameters)
-    item = 4 if kind == "float32" else 2
-    return MemoryFit(facts, kind, item, context or facts.max_positions, free, stored)
-
-
-def _stored_weights(path: Path) -> StoredWeights:
-    """The size of the weights in the file's own formats, from its headers alone."""
-    from headway.models.config import read_config
-    from headway.models.files.weights import open_weights
-    from headway.models.quantized.repack import kept_size
-
-    config, found = read_config(path), Counter[str]()
-    with open_weights(path) as weights:
-        for name in weights.names():
-            if not (config.tied and name == "lm_head.weight"):  # some files store it twice
-                label, count = kept_size(weights.stored(name), weights.shape(name))
-                found[label] += count
-    return StoredWeights(", ".join(label for label, _ in found.most_common()), found.total())
-
-
-def _show_fit(fit: MemoryFit, device: str) -> None:
-    kv = f"{fit.kv_per_token:,} bytes per token × {fit.context:,} = {size(fit.kv_per_token * fit.context)}"
-    weights = f"{fit.model.parameters:,} × {fit.item} bytes ({fit.dtype}) = {size(fit.weights)}"
-    if fit.stored is not None:
-        copy = ", and in float32 for torch" if fit.stored.reference else ""
-        weights = f"{fit.model.parameters:,} as stored ({fit.stored.format}){copy} = {size(fit.weights)}"
-    pairs = [
-        ("weights", weights),
-        ("KV cache", kv),
-        ("workspace", f"{STEP_ROWS} rows per step = {size(fit.workspace)}"),
-        ("needed", size(fit.needed)),
-        ("available", f"{size(fit.available)} on {device}"),
-    ]
-    show_pairs(pairs, title=str(fit.model.path))
-    print(_verdict(fit))
-
-
-def _verdict(fit: MemoryFit) -> str:
-    if fit.fits:
-        return f"It fits, with {size(fit.available - fit.needed)} to spare."
-    if fit.longest_context > 0:
-        return f"It fits only with a context of up to {fit.longest_context:,} tokens (--context {fit.longest_context})."
-    smaller = " or a smaller --dtype" if fit.dtype == "float32" and 2 * fit.model.parameters < fit.weights else ""
-    return f"It does not fit: {size(fit.needed - fit.available)} are missing. A smaller model{smaller} would."
+    libraries = []
+    for kind, library in (("cpu", "gloo on CPUs"), ("cuda", f"NCCL on {gpus} CUDA devices")):
+        missing = why_no_collectives(kind)
+        if missing is not None or kind == "cpu" or gpus:
+            libraries.append(library if missing is None else missing)
+    return "; ".join(libraries)
 
 
 EXTRAS = {  # a package that each brings, and what it adds
@@ -321,17 +223,26 @@ EXTRAS = {  # a package that each brings, and what it adds
     "parquet": ("pyarrow", "batch jobs over Parquet files"),
     "audio": ("soundfile", "FLAC, Ogg and MP3"),
     "onnx": ("onnxruntime", "pipelines on ONNX Runtime"),
+    "otel": ("opentelemetry.exporter.otlp.proto.http", "OpenTelemetry traces of `headway serve`"),
 }
 
 
 def extras() -> dict[str, str]:
     """Whether each extra is installed, and what it adds or would add."""
-    found = {}
+    states = {}
     for name, (package, adds) in EXTRAS.items():
-        there = find_spec(package) is not None and (name in ("parquet", "audio") or has_torch())
+        there = _is_there(package) and (name in ("parquet", "audio", "otel") or has_torch())
         state = "installed" if there else f"pip install 'headway[{name}]' adds"
-        found[name] = f"{state}: {adds}"
-    return found
+        states[name] = f"{state}: {adds}"
+    return states
+
+
+def _is_there(package: str) -> bool:
+    """Whether a package can be imported; its parents are."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _computes(device: str, native: str) -> str:
@@ -409,8 +320,8 @@ def _gpus() -> list[Gpu]:
         return []
     import torch
 
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), total, free))
-    return found
+        gpus.append(Gpu(torch.cuda.get_device_name(index), total, free))
+    return gpus

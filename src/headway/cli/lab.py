@@ -6,21 +6,19 @@ import threading
 import webbrowser
 from typing import Annotated
 
-import typer
-
-from headway.cli.flags import with_flags
-from headway.cli.options import INTEGER, EngineOptions
-from headway.cli.render import note
-from headway.cli.serve import open_served
+from headway.cli.flags.declare import Option, with_flags
+from headway.cli.flags.shared import INTEGER, EngineOptions
+from headway.cli.serve.engines import open_served
+from headway.cli.terminal.render import note
 
 
 @with_flags
 def lab(
     *,
     options: EngineOptions,
-    port: Annotated[int, typer.Option("--port", **INTEGER, help="The port; 0 takes a free one.")] = 0,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
-) -> None:
+    port: Annotated[int, Option("--port", **INTEGER, help="The port; 0 takes a free one.")] = 0,
+    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> int:
     """Watch live logits become a token: a page with a lesson, sliders and a view of the inside, on a real model.
 
     The page is served to this machine only; `headway serve` has it too, at /lab. Ctrl-C ends it.
@@ -36,8 +34,7 @@ def lab(
 
     # Requests are not logged, so that the address stays on the screen.
     settings = ServerSettings(port=port, model=options.model, log_requests=False)
-    code = serve(settings, lambda: open_served(options), [pages.router], show)
-    raise typer.Exit(code)
+    return serve(settings, lambda: open_served(options), [pages.router], show)
 
 
 def _open_browser(url: str) -> None:

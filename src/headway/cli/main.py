@@ -1,6 +1,7 @@
 """The `headway` command: its commands, and one place where every mistake becomes one sentence.
 
-A command line that names a command imports that one alone, so that `headway run` is quick.
+A command line that names a command imports that one alone, and a plain one is read without typer (`plain`), so that
+`headway run` is quick.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from headway.base.errors import HeadwayError
-from headway.base.extras import explain_missing
-from headway.cli.render import emit_json
+from headway.base.system.extras import explain_missing
+from headway.base.system.gc_paused import gc_paused
+from headway.cli.flags import plain
+from headway.cli.flags.declare import Command, Option, for_typer
+from headway.cli.terminal.render import be_quiet, emit_json
+
+if TYPE_CHECKING:
+    import typer
 
 EXIT_MISTAKE = 2
 EXIT_INTERRUPT = 130
@@ -46,36 +51,60 @@ MEANT = {  # commands of other tools
     "env": "doctor",
     "version": "--version",
     "embed": "pipeline sentence-embedding",
-    "batch": "pipeline",
     "ui": "lab",
+    "programs": "program list",
 }
 
-# Typer's class for usage errors; its import path differs between versions, its place in the MRO does not.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-COMMANDS = ("run", "chat", "serve", "lab", "models", "pipeline", "doctor", "bench", "top")
-GROUPS = ("models", "bench")  # commands with commands of their own
+COMMANDS = (
+    "run",
+    "chat",
+    "serve",
+    "lab",
+    "models",
+    "pipeline",
+    "batch",
+    "program",
+    "quantize",
+    "doctor",
+    "bench",
+    "top",
+)
+GROUPS = ("models", "bench", "program")  # commands with commands of their own
 # What follows the script's name belongs to the script, options included.
 OPTIONS = {"top": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
 
 
 def build_app(*names: str) -> typer.Typer:
     """The command line with these commands; without a name, with all of them."""
+    import typer
+
     app = typer.Typer(
         name="headway",
         help="A programmable inference engine for transformer models: the forward pass is the API.",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        callback=root,
+        callback=for_typer(root),
         invoke_without_command=True,
     )
     for name in names or COMMANDS:
-        module = import_module(f"headway.cli.{name}")
         if name in GROUPS:
-            app.add_typer(module.app, name=name)
+            app.add_typer(_group(import_module(f"headway.cli.{name}")), name=name)
         else:
-            app.command(name, context_settings=OPTIONS.get(name))(getattr(module, name))
+            app.command(name, context_settings=OPTIONS.get(name))(for_typer(_function(name)))
     return app
+
+
+def _function(name: str) -> Command:
+    return getattr(import_module(f"headway.cli.{name}"), name)
+
+
+def _group(module: Any) -> typer.Typer:
+    import typer
+
+    group = typer.Typer(help=module.HELP, pretty_exceptions_enable=False)
+    for name, command in module.COMMANDS.items():
+        group.command(name)(for_typer(command))
+    return group
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,14 +121,12 @@ def dispatch(arguments: list[str]) -> int:
     """Run one command line; its exit code."""
     arguments = _completed(arguments)
     try:
-        return _command(arguments).main(arguments, prog_name="headway", standalone_mode=False) or 0
+        return _run(arguments) or 0
     except HeadwayError as error:
         return _mistake(type(error).__name__, str(error), arguments)
     except ModuleNotFoundError as error:
         return _missing(error, arguments)
-    except _UsageError as error:
-        return _mistake("UsageError", _usage_sentence(error), arguments)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return EXIT_INTERRUPT
     except BrokenPipeError:
         return _abandon_stdout()
@@ -107,32 +134,63 @@ def dispatch(arguments: list[str]) -> int:
         if isinstance(end.__context__, BrokenPipeError):
             return _abandon_stdout()
         raise
+    except Exception as error:
+        return _typer_code(error, arguments)
+    finally:
+        be_quiet(False)  # --quiet was this command's alone
+
+
+def _run(arguments: list[str]) -> int | None:
+    name = arguments[0] if arguments else ""
+    if name in COMMANDS and name not in GROUPS and name not in OPTIONS:
+        with gc_paused():
+            command = _function(name)
+            values = plain.values(command, arguments[1:])
+        if values is not None:
+            return command(**values)
+    return _command(arguments).main(arguments, prog_name="headway", standalone_mode=False)
+
+
+def _typer_code(error: Exception, arguments: list[str]) -> int:
+    """The exit code for an error of typer's; others go on."""
+    import typer
+
+    # The import path of its class for usage errors differs between versions, its place in the MRO does not.
+    if isinstance(error, typer.BadParameter.__mro__[1]):
+        return _mistake("UsageError", _usage_sentence(error), arguments)
+    if isinstance(error, typer.Abort):
+        return EXIT_INTERRUPT
+    raise error
 
 
 def _missing(error: ModuleNotFoundError, arguments: list[str]) -> int:
     """Say which extra a command needs; another missing module is a fault of the installation."""
     try:
-        extra = "pipelines" if arguments[:1] == ["pipeline"] else "torch"
+        extra = "pipelines" if arguments[:1] in (["pipeline"], ["batch"]) else "torch"
         explain_missing(error, f"headway {arguments[0] if arguments else ''}".rstrip(), extra)
-    except HeadwayError as found:
-        return _mistake(type(found).__name__, str(found), arguments)
+    except HeadwayError as explained:
+        return _mistake(type(explained).__name__, str(explained), arguments)
     raise error
 
 
 def _completed(arguments: list[str]) -> list[str]:
     """The command line with what it leaves out: `headway` is its help, `headway models` lists them."""
     match arguments:
-        case [] | ["bench"]:
+        case [] | ["bench"] | ["program"]:
             return [*arguments, "--help"]
         case ["help", *rest]:
             return [*rest, "--help"]
         case ["models"] | ["models", "--json"]:
             return ["models", "list", *arguments[1:]]
+        case ["serve", *_]:  # an option whose value may be left out
+            return ["--allow-programs=sandbox" if each == "--allow-programs" else each for each in arguments]
     return arguments
 
 
 def _command(arguments: list[str]) -> Any:
     """The command tree, with flags that show no type in their help."""
+    import typer
+
     named = [name for name in arguments[:1] if name in COMMANDS]
     if named:
         # A group of one command would not expect its name.
@@ -152,10 +210,12 @@ def _hide_flag_types(command: Any, parent: Any = None) -> None:
 
 
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Options before any command."""
     if version:
+        import typer
+
         from headway.cli.facts import headway_version
 
         print(f"headway {headway_version()}")
@@ -180,6 +240,9 @@ def _usage_sentence(error: Exception) -> str:
         return f"No such command '{match[1]}'; {_hint(match[1], context)}"
     if command == "headway run" and message.startswith("Got unexpected extra argument"):
         return f"{message}; a prompt of several words needs quotes: headway run 'Name the capital of France.'"
+    has_model = any("--model" in each.opts for each in getattr(getattr(context, "command", None), "params", ()))
+    if has_model and (extra := re.fullmatch(r"Got unexpected extra argument\(?s?\)? \((\S+)\)", message)):
+        return f"{message}; a model is named with --model: {command} --model {extra[1]}"
     listed = "commands" if hasattr(getattr(context, "command", None), "commands") else "options"
     return f"{message}; `{command} --help` lists the {listed}"
 

@@ -4,85 +4,53 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from headway.base.errors import HeadwayError, InvalidInput
-from headway.cli.options import ENGINE, Device, Quiet
-from headway.cli.render import PLAIN_SECONDS, fetched, is_quiet, note
+from headway.base.dataclass import dataclass
+from headway.base.errors import InvalidInput
+from headway.cli.flags.declare import Argument, Option, panel
+from headway.cli.flags.shared import Device, Quiet, engine_flag
+from headway.cli.terminal.job_progress import job_progress
+from headway.cli.terminal.render import fetched, note
 from headway.jobs.journal import Journal, dumped
-from headway.jobs.records import PIPE, Record, check_input, item_of, kind_of, pyarrow_parquet, records
+from headway.jobs.records import PIPE, Record, check_input, kind_of, pyarrow_parquet, watched
+from headway.jobs.run import PipelineWorker, run_records, sentence
 
-FILES = "Files"
+file_flag = panel("Files")
 WORDS = {"True": True, "False": False, "None": None}
 
 Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", help="A known name, a folder or a hub id org/name.", rich_help_panel=ENGINE
-    ),
+    str | None, engine_flag("--model", "-m", metavar="MODEL", help="A known name, a folder or a hub id org/name.")
 ]
 Dtype = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        help="auto, float32, bfloat16, float16, autocast[:bfloat16|:float16].",
-        rich_help_panel=ENGINE,
-    ),
+    str, engine_flag("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16, autocast[:bfloat16|:float16].")
 ]
 Quantize = Annotated[
-    str | None,
-    typer.Option("--quantize", metavar="FORMAT", help="int8: 8-bit linear layers on a CPU.", rich_help_panel=ENGINE),
+    str | None, engine_flag("--quantize", metavar="FORMAT", help="int8: 8-bit linear layers on a CPU.")
 ]
-BatchSize = Annotated[
-    str, typer.Option("--batch-size", metavar="N", help="Rows per batch, or auto.", rich_help_panel=ENGINE)
-]
+BatchSize = Annotated[str, engine_flag("--batch-size", metavar="N", help="Rows per batch, or auto.")]
 Input = Annotated[
     str,
-    typer.Option(
-        "--input",
-        "-i",
-        metavar="FILE",
-        help=".jsonl, .csv, .parquet, .txt with a text on each line; - reads a pipe.",
-        rich_help_panel=FILES,
+    file_flag(
+        "--input", "-i", metavar="FILE", help=".jsonl, .csv, .parquet, .txt with a text on each line; - reads a pipe."
     ),
 ]
 Output = Annotated[
-    str,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help=".jsonl, .csv, .parquet; - is standard output.", rich_help_panel=FILES
-    ),
+    str, file_flag("--output", "-o", metavar="FILE", help=".jsonl, .csv, .parquet; - is standard output.")
 ]
 Columns = Annotated[
     list[str] | None,
-    typer.Option(
-        "--column",
-        metavar="NAME",
-        help="The field of a record that holds the item. May be repeated.",
-        rich_help_panel=FILES,
-    ),
+    file_flag("--column", metavar="NAME", help="The field of a record that holds the item. May be repeated."),
 ]
-WithInput = Annotated[
-    bool, typer.Option("--with-input", help="Write each item with its result.", rich_help_panel=FILES)
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=FILES)]
-Restart = Annotated[
-    bool, typer.Option("--restart", help="Discard the progress of an interrupted job.", rich_help_panel=FILES)
-]
-OnError = Annotated[str, typer.Option("--on-error", metavar="stop|skip", help="What to do about a bad line.")]
+WithInput = Annotated[bool, file_flag("--with-input", help="Write each item with its result.")]
+Overwrite = Annotated[bool, file_flag("--overwrite", help="Replace an existing output.")]
+Restart = Annotated[bool, file_flag("--restart", help="Discard the progress of an interrupted job.")]
+OnError = Annotated[str, Option("--on-error", metavar="stop|skip", help="What to do about a bad line.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="An option of the task; values are JSON or text. May be repeated."
-    ),
+    Option("--set", metavar="NAME=VALUE", help="An option of the task; values are JSON or text. May be repeated."),
 ]
 
 
@@ -98,7 +66,7 @@ class PipelineJob:
 
 
 def pipeline(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="text-classification, sentence-embedding, …")],
+    task: Annotated[str, Argument(metavar="TASK", help="text-classification, sentence-embedding, …")],
     *,
     input: Input,
     output: Output,
@@ -145,74 +113,19 @@ def pipeline(
 
 def _run(open_pipeline: Callable[[], Any], job: PipelineJob, sink: Journal | _StdoutSink) -> None:
     """Run every record that is not done yet through the pipeline and into the sink."""
-    todo = (record for record in records(job.input) if not sink.has(record))
-    with open_pipeline() as ready, _progress() as progress:
-        for record, item, result in _results(ready, todo, job.columns):
-            if isinstance(result, Exception):
-                _failed(record, result, job, sink)
-            else:
-                _put(record, item if job.with_input else None, result, job, sink)
-            progress(record)
-    sink.check_complete()
+
+    def failed(record: Record, error: Exception) -> None:
+        message = f"line {record.line}: {sentence(error)}"
+        if not job.skip:
+            raise InvalidInput(f"{message}; correct it, or skip such lines with --on-error skip") from error
+        note(f"headway: {message}")
+
+    with open_pipeline() as ready, job_progress() as progress:
+        worker = PipelineWorker(ready, job.columns)
+        run_records(worker, watched(job.input), sink, with_input=job.with_input, failed=failed, progress=progress)
     if sink.failed:
         shown = ", ".join(map(str, sink.failed[:10])) + (" …" if len(sink.failed) > 10 else "")
         note(f"{len(sink.failed)} lines failed and were left out: {shown}")
-
-
-def _results(ready: Any, todo: Iterable[Record], columns: tuple[str, ...]) -> Iterator[tuple[Record, Any, Any]]:
-    """Records in order, each with its item and its result or error."""
-    waiting: deque[tuple[Record, Any, Exception | None]] = deque()
-
-    def items() -> Iterator[Any]:
-        for record in todo:
-            try:
-                if record.error is not None:
-                    raise InvalidInput(record.error)
-                item = item_of(record.value, columns)
-            except HeadwayError as error:
-                waiting.append((record, None, error))
-                continue
-            waiting.append((record, item, None))
-            yield item
-
-    def unreadable() -> Iterator[tuple[Record, Any, Any]]:
-        while waiting and waiting[0][2] is not None:
-            yield waiting.popleft()
-
-    for result in ready(items(), on_error="return"):
-        yield from unreadable()
-        record, item, _ = waiting.popleft()
-        yield record, item, result
-    yield from unreadable()
-
-
-def _put(record: Record, item: Any, result: Any, job: PipelineJob, sink: Journal | _StdoutSink) -> None:
-    try:
-        sink.add(record, plain(result), item)
-    except ValueError as error:
-        _failed(record, InvalidInput(f"the result is not valid JSON: {error}"), job, sink)
-
-
-def _failed(record: Record, error: Exception, job: PipelineJob, sink: Journal | _StdoutSink) -> None:
-    message = f"line {record.line}: {_sentence(error)}"
-    if not job.skip:
-        raise InvalidInput(f"{message}; correct it, or skip such lines with --on-error skip") from error
-    note(f"headway: {message}")
-    sink.add_failure(record, _sentence(error))
-
-
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, HeadwayError) else f"{type(error).__name__}: {text}"
-
-
-def plain(value: Any) -> Any:
-    """A result as JSON values: arrays and tensors become lists."""
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    return plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 class _StdoutSink:
@@ -227,12 +140,12 @@ class _StdoutSink:
     def check_complete(self) -> None:
         sys.stdout.flush()
 
-    def add(self, record: Record, result: Any, item: Any = None) -> None:
+    def add(self, record: Record, result: Any, item: Any = None, key: str | None = None) -> None:
         more = {} if item is None else {"input": item}
         sys.stdout.buffer.write(dumped({"line": record.line, **more, "result": result}) + b"\n")
         sys.stdout.buffer.flush()
 
-    def add_failure(self, record: Record, error: str) -> None:
+    def add_failure(self, record: Record, error: Any, key: str | None = None) -> None:
         self.failed.append(record.line)
 
 
@@ -241,18 +154,18 @@ class _StdoutSink:
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
     """`NAME=VALUE` for a task's options."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise InvalidInput(f"--set is {text!r}; it must be NAME=VALUE, e.g. normalize=false")
-        if name in found:
+        if name in options:
             raise InvalidInput(f"--set {name} was given twice")
         try:
-            found[name] = WORDS[value] if value in WORDS else json.loads(value)
+            options[name] = WORDS[value] if value in WORDS else json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 def _skips(on_error: str) -> bool:
@@ -287,81 +200,3 @@ def _open(task: str, model: str | None, arguments: dict[str, Any], options: dict
     if clash:
         raise InvalidInput(f"--set {min(clash)} is not a task option; use the flag")
     return hw.pipeline(task, path, **arguments, **options)
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Record], None]]:
-    """A callback for finished records: a bar on a terminal, a line now and then in a pipe."""
-    if not sys.stderr.isatty() or is_quiet():
-        plain = _PlainLines()
-        try:
-            yield plain
-        finally:
-            plain.end()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.fields[lines]} lines"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}/s"),
-        TimeRemainingColumn(),
-    )
-    done = _LineCount()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("", total=None, lines=0, rate="0")
-
-        def show(record: Record) -> None:
-            done.count += 1
-            share = record.reached
-            total = None if share is None else 1.0
-            bars.update(bar, completed=share or 0, total=total, lines=done.count, rate=done.rate_text())
-
-        yield show
-    note(done.summary())
-
-
-class _LineCount:
-    """How many lines are done, and at what rate."""
-
-    def __init__(self) -> None:
-        self.began, self.count = time.monotonic(), 0
-        self.first: float | None = None  # the fraction of the file that was done before this run
-
-    def rate_text(self) -> str:
-        return f"{self.count / max(time.monotonic() - self.began, 1e-9):.3g}"
-
-    def summary(self) -> str:
-        return f"{self.count} lines in {time.monotonic() - self.began:.1f} s, {self.rate_text()}/s"
-
-
-class _PlainLines(_LineCount):
-    """Progress as plain lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = self.began + PLAIN_SECONDS
-
-    def __call__(self, record: Record) -> None:
-        self.count += 1
-        if self.first is None:
-            self.first = record.reached
-        if (now := time.monotonic()) < self._next:
-            return
-        self._next = now + PLAIN_SECONDS
-        note(f"{self.count} lines{self._share(record.reached, now)}, {self.rate_text()}/s")
-
-    def _share(self, reached: float | None, now: float) -> str:
-        if reached is None or self.first is None:
-            return ""
-        gone = reached - self.first
-        left = f", {(now - self.began) * (1 - reached) / gone:.0f} s left" if gone > 0 else ""
-        return f" ({reached:.0%}{left})"
-
-    def end(self) -> None:
-        note(self.summary())

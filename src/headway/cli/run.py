@@ -7,19 +7,19 @@ import select
 import stat
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
-from headway.cli import options
-from headway.cli.answer import GeneratedAnswer, show_choices, stream
-from headway.cli.flags import with_flags
-from headway.cli.options import Decoding, EngineOptions, open_drafter, open_engine
-from headway.cli.profile import check_target, show_profile, write_profile
-from headway.cli.render import emit_json, note, write_text
+from headway.cli.flags import shared
+from headway.cli.flags.declare import Argument, Option, with_flags
+from headway.cli.flags.shared import Decoding, EngineOptions, open_drafter, open_engine
+from headway.cli.startup_marks import mark
+from headway.cli.terminal.answer import GeneratedAnswer, show_choices, stream
+from headway.cli.terminal.profile import check_target, show_profile, write_profile
+from headway.cli.terminal.render import emit_json, note, write_text
 
 if TYPE_CHECKING:
     import headway as hw
@@ -40,19 +40,19 @@ class RunRequest:
 
 @with_flags
 def run(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
+    prompt: Annotated[str | None, Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
     *,
     engine_options: EngineOptions,
-    system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
+    system: shared.System = None,
+    raw: Annotated[bool, Option("--raw", help="Continue the text, without the chat template.")] = False,
     decoding: Decoding,
-    speculate: options.Speculate = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where the time went.")] = False,
+    speculate: shared.Speculate = None,
+    profile: Annotated[bool, Option("--profile", help="Show where the time went.")] = False,
     profile_json: Annotated[
-        Path | None, typer.Option("--profile-json", metavar="FILE", help="Write the profile to a file.")
+        Path | None, Option("--profile-json", metavar="FILE", help="Write the profile to a file.")
     ] = None,
-    quiet: options.Quiet = False,
-    json: options.Json = False,
+    quiet: shared.Quiet = False,
+    json: shared.Json = False,
 ) -> None:
     """Answer PROMPT through the model's chat template, or continue it with --raw.
 
@@ -63,6 +63,7 @@ def run(
     if raw and system is not None:
         raise InvalidInput("--system needs the chat template, which --raw does not use; leave one of them out")
     request = RunRequest(read_prompt(prompt), system, raw, decoding)
+    mark("command")
     with open_engine(engine_options) as engine, open_drafter(speculate, engine_options) as drafter:
         request = replace(request, drafter=drafter)
         profiling = profile or profile_json is not None
@@ -94,6 +95,7 @@ async def respond(engine: hw.Engine, request: RunRequest, name: str, write: Call
                 ctx.system(request.system)
             ctx.user(request.prompt)
             ctx.cue()
+        mark("prompt")
         return await stream(engine, ctx, name, request.decoding, write, drafter=request.drafter)
 
 

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from headway.base.errors import InvalidInput
+from headway.cli.flags.declare import Argument, Option
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine, EngineStats
@@ -31,16 +30,14 @@ HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def top(
-    script: Annotated[
-        Path | None, typer.Argument(metavar="SCRIPT.py", help="A Python file that creates an engine.")
-    ] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
+    script: Annotated[Path | None, Argument(metavar="SCRIPT.py", help="A Python file that creates an engine.")] = None,
+    arguments: Annotated[list[str] | None, Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     *,
     url: Annotated[
         str | None,
-        typer.Option("--url", metavar="URL", help="Watch a server, with its key in HEADWAY_API_KEY."),
+        Option("--url", metavar="URL", help="Watch a server, with its key in HEADWAY_API_KEY."),
     ] = None,
-) -> None:
+) -> int:
     """Run a script and show its engines: queue, batches, tokens/s, pages, prefix-cache hits, step times.
 
     On a terminal the view stays below the script's output. In a pipe it is a line per second, on standard error.
@@ -50,9 +47,12 @@ def top(
     if (script is None) == (url is None):
         raise InvalidInput("give either a Python file that creates an engine, or --url with a server's address")
     if url is not None:
-        return watch_server(url)
+        watch_server(url)
+        return 0
     assert script is not None
     if not script.is_file():
+        if str(script).startswith(("http:", "https:")):
+            raise InvalidInput("a server's address needs --url, as in `headway top --url http://127.0.0.1:8000`")
         raise InvalidInput(f"there is no script {str(script)!r}; give a Python file that creates an engine")
     code = 0
     try:
@@ -68,7 +68,7 @@ def top(
     except BaseException as error:  # from the script: shown as Python shows it
         _show_error(error, script)
         code = 1
-    raise typer.Exit(code)
+    return code
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _showing(view: TopView) -> Iterator[None]:
         from rich.live import Live
         from rich.text import Text
 
-        from headway.cli.script_output import terminal_behind_output
+        from headway.cli.terminal.script_output import terminal_behind_output
 
         with terminal_behind_output() as (terminal, output):
             live = Live(

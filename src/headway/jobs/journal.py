@@ -2,8 +2,8 @@
 
 The journal is `NAME.partial` next to the output: a line that identifies the job, then one JSON line for each record, in
 order. Lines are only appended; an incomplete last line is removed on resume. The output itself appears complete, in one
-rename, when every record is done. A record in the journal is never computed again. A job that ends before its first
-record is done leaves no journal.
+rename, when every record is done; failures go to a file of their own if there is one. A record in the journal is never
+computed again. A job that ends before its first record is done leaves no journal.
 """
 
 from __future__ import annotations
@@ -26,15 +26,27 @@ BATCH = 1024  # rows written to a parquet file together
 
 
 class Journal:
-    """The finished records of a job. `with Journal(output, job) as journal:`"""
+    """The finished records of a job. `with Journal(output, job) as journal:`
 
-    def __init__(self, output: Path, job: dict[str, Any], *, restart: bool = False) -> None:
+    `errors` is the file for failures. With `whole_lines`, results and failures are lines of the files as they are.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        job: dict[str, Any],
+        *,
+        restart: bool = False,
+        errors: Path | None = None,
+        whole_lines: bool = False,
+    ) -> None:
         self.output, self._job, self._restart = output, json.loads(json.dumps(job)), restart
+        self._errors, self._whole_lines = errors, whole_lines
         self.path = output.with_name(output.name + ".partial")
         self._done: Iterator[dict[str, Any]] = iter(())
         self.before = 0  # records that were done when the journal was opened
         self._synced = time.monotonic()
-        self._added = False
+        self._added = 0
         self.failed: list[int] = []
 
     def __enter__(self) -> Self:
@@ -43,7 +55,7 @@ class Journal:
             end = 0 if self._restart else self._read()
             self._file.truncate(end)
             if end == 0:
-                self._write({"job": self._job})
+                self._write_line(dumped({"job": self._job}))
                 self._file.flush()
             self._done = self._entries(self.before)
         except BaseException:
@@ -59,7 +71,12 @@ class Journal:
     @property
     def started(self) -> bool:
         """Whether any record is done."""
-        return self.before > 0 or self._added
+        return self.count > 0
+
+    @property
+    def count(self) -> int:
+        """How many records are done."""
+        return self.before + self._added
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -84,22 +101,26 @@ class Journal:
                 "with --restart"
             )
 
-    def add(self, record: Record, result: Any, item: Any = None) -> None:
-        """Append a finished record."""
-        more = {} if item is None else {"input": item}
-        self._added = True  # before the write: an interrupt in it must not remove what was written
-        self._write({"line": record.line, "crc": record.crc, **more, "result": result})
+    def add(self, record: Record, result: Any, item: Any = None, key: str | None = None) -> None:
+        """Append a finished record; raises ValueError for a result that JSON cannot hold."""
+        more = ({} if key is None else {"key": key}) | ({} if item is None else {"input": item})
+        self._append({"line": record.line, "crc": record.crc, **more, "result": result})
 
-    def add_failure(self, record: Record, error: str) -> None:
+    def add_failure(self, record: Record, error: Any, key: str | None = None) -> None:
         """Append a record that failed."""
+        more = {} if key is None else {"key": key}
+        self._append({"line": record.line, "crc": record.crc, **more, "error": error})
         self.failed.append(record.line)
-        self._added = True
-        self._write({"line": record.line, "crc": record.crc, "error": error})
 
-    def _write(self, value: dict[str, Any]) -> None:
-        self._file.write(dumped(value) + b"\n")
+    def _append(self, entry: dict[str, Any]) -> None:
+        line = dumped(entry)
+        self._added += 1  # before the write: an interrupt in it must not remove what was written
+        self._write_line(line)
+
+    def _write_line(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._file.flush()  # a killed process loses nothing; a machine without power at most SYNC_SECONDS
         if (now := time.monotonic()) - self._synced > SYNC_SECONDS:
-            self._file.flush()
             os.fsync(self._file.fileno())
             self._synced = now
 
@@ -138,9 +159,7 @@ class Journal:
     def _job_of(self, first: dict[str, Any]) -> dict[str, Any]:
         job = first.get("job")
         if not isinstance(job, dict):
-            raise InvalidInput(
-                f"{self.path} is not the journal of a pipeline; move it away, or start over with --restart"
-            )
+            raise InvalidInput(f"{self.path} is not the journal of a job; move it away, or start over with --restart")
         return job
 
     def _check_job(self, previous: dict[str, Any]) -> None:
@@ -155,21 +174,33 @@ class Journal:
 
     def finish(self) -> None:
         """Write the output, rename it into place, and remove the journal."""
+        self.write_files()
+        self.remove()
+
+    def write_files(self) -> None:
+        """Write the failures and the results, each renamed into place when it is complete."""
         self._file.flush()
-        unfinished = self.output.with_name(f".{self.output.name}.{os.getpid()}")
-        try:
-            write_output(unfinished, kind_of(self.output.name, "--output"), self._results)
-            _sync(unfinished)
-            os.replace(unfinished, self.output)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        if self._errors is not None and self.failed:
+            _replace(self._errors, self._failures)
+        _replace(self.output, self._results)
+
+    def remove(self) -> None:
+        """Remove the journal of a job whose files are written."""
         self.path.unlink()
 
     def _results(self) -> Iterator[dict[str, Any]]:
         for entry in self._entries():
             if "error" not in entry:
-                del entry["crc"]
-                yield entry
+                yield self._row(entry, "result")
+
+    def _failures(self) -> Iterator[dict[str, Any]]:
+        for entry in self._entries():
+            if "error" in entry:
+                yield self._row(entry, "error")
+
+    def _row(self, entry: dict[str, Any], value: str) -> dict[str, Any]:
+        del entry["crc"]
+        return entry[value] if self._whole_lines else entry
 
     def _entries(self, count: int | None = None) -> Iterator[dict[str, Any]]:
         """The first `count` entries of the journal, or all."""
@@ -181,7 +212,10 @@ class Journal:
 
 def dumped(value: Any) -> bytes:
     """`value` as one line of JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")).encode()
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")).encode()
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+        return json.dumps(value, allow_nan=False, separators=(", ", ": ")).encode()
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
@@ -193,6 +227,17 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
+
+
+def _replace(path: Path, rows: Any) -> None:
+    """Write a file of the rows, complete or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_output(unfinished, kind_of(path.name, "--output"), rows)
+        _sync(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

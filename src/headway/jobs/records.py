@@ -6,15 +6,17 @@ value, so that the caller decides what to do. Nothing is read ahead.
 
 from __future__ import annotations
 
+import codecs
 import csv
+import hashlib
 import json
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 
 KINDS = (".jsonl", ".csv", ".parquet")
@@ -41,7 +43,7 @@ class Record:
 def kind_of(name: str, what: str) -> str:
     """The format of a file, from its name."""
     kind = ".jsonl" if name == PIPE else Path(name).suffix.lower()
-    kinds = (*KINDS, TEXT) if what == "--input" else KINDS
+    kinds = KINDS if what == "--output" else (*KINDS, TEXT)
     if kind not in kinds:
         raise InvalidInput(f"{what} is {name!r}; it must end in {', '.join(kinds)}, or be - for a pipe")
     return kind
@@ -51,6 +53,38 @@ def check_input(name: str) -> None:
     """Raise InvalidInput if the file does not exist."""
     if name != PIPE and not Path(name).is_file():
         raise InvalidInput(f"--input is {name!r}, which does not exist")
+
+
+def watched(name: str) -> Iterator[Record]:
+    """The records of a file that must not change meanwhile; InvalidInput if it does."""
+    if name == PIPE:
+        yield from records(name)
+        return
+    before = _stamp(name)
+    for record in records(name):
+        _check_stamp(name, before)
+        yield record
+    _check_stamp(name, before)
+
+
+def file_digest(name: str) -> str:
+    """The SHA-256 of a file's bytes."""
+    with Path(name).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(name: str) -> tuple[int, int, int]:
+    facts = Path(name).stat()
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _check_stamp(name: str, before: tuple[int, int, int]) -> None:
+    try:
+        same = _stamp(name) == before
+    except OSError:
+        same = False
+    if not same:
+        raise InvalidInput(f"{name} has changed while the job reads it; restore it, and the same command resumes")
 
 
 def records(name: str) -> Iterator[Record]:
@@ -73,8 +107,9 @@ def _opened(path: Path) -> Iterator[Record]:
 
 def _json_lines(file: BinaryIO, size: int | None) -> Iterator[Record]:
     read = 0
-    for line, raw in enumerate(file, start=1):
-        read += len(raw)
+    for line, given in enumerate(file, start=1):
+        read += len(given)
+        raw = given.removeprefix(codecs.BOM_UTF8) if line == 1 else given
         if not raw.strip():
             continue  # an empty line is not an item
         reached = read / size if size else None
@@ -105,7 +140,7 @@ def _csv(path: Path) -> Iterator[Record]:
     size, counted = path.stat().st_size, _CountedLines()
     with path.open("rb") as file:
         reader = csv.reader(counted.lines(file), strict=True)
-        header = next(reader, None)
+        header = _header(path, reader)
         if header is None:
             return
         if len(set(header)) != len(header):
@@ -123,12 +158,30 @@ def _csv(path: Path) -> Iterator[Record]:
                 yield _row(line, header, fields, counted.bytes / size)
 
 
+def _header(path: Path, reader: Iterator[list[str]]) -> list[str] | None:
+    """The first line that is not empty; None if there is none."""
+    try:
+        header = next((fields for fields in reader if fields), None)
+    except csv.Error as problem:
+        raise InvalidInput(
+            f"{path}: the header is not valid CSV: {problem}; lines must end in \\n or \\r\\n, and quotes in fields be "
+            "doubled"
+        ) from None
+    if header is not None and _has_bad_bytes(header):
+        raise InvalidInput(f"{path}: the header is not valid UTF-8; save the file in UTF-8")
+    return header
+
+
+def _has_bad_bytes(fields: list[str]) -> bool:
+    return any("\udc80" <= char <= "\udcff" for field in fields for char in field)
+
+
 def _row(line: int, header: list[str], fields: list[str], reached: float) -> Record:
     crc = zlib.crc32("\x1f".join(fields).encode("utf-8", "surrogateescape"))
     error = None
     if len(fields) != len(header):
         error = f"{len(fields)} fields, but the header has {len(header)}"
-    elif any("\udc80" <= char <= "\udcff" for field in fields for char in field):
+    elif _has_bad_bytes(fields):
         error = "not valid UTF-8"
     return Record(line, None if error else dict(zip(header, fields)), crc, reached, error)
 
@@ -151,10 +204,28 @@ def _parquet(name: str) -> Iterator[Record]:
     except (OSError, ValueError) as problem:
         raise InvalidInput(f"{name} cannot be read as parquet: {problem}") from problem
     total, line = max(file.metadata.num_rows, 1), 0
-    for batch in file.iter_batches(batch_size=1024):
+    if len(set(names := file.schema_arrow.names)) != len(names):
+        raise InvalidInput(f"{name}: the schema names a column twice: {', '.join(names)}")
+    batches = file.iter_batches(batch_size=1024)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (OSError, ValueError) as problem:
+            raise InvalidInput(f"{name} cannot be read as parquet after row {line}: {problem}") from problem
+        if batch is None:
+            return
         for row in batch.to_pylist():
             line += 1
-            yield Record(line, row, zlib.crc32(repr(row).encode()), line / total)
+            yield Record(line, _plain_values(row), zlib.crc32(repr(row).encode()), line / total)
+
+
+def _plain_values(value: Any) -> Any:
+    """A value of a parquet file as JSON has it, or bytes; dates and decimals are texts."""
+    if value is None or isinstance(value, str | int | float | bytes):
+        return value
+    if isinstance(value, dict):
+        return {str(name): _plain_values(part) for name, part in value.items()}
+    return [_plain_values(part) for part in value] if isinstance(value, list | tuple) else str(value)
 
 
 def pyarrow_parquet() -> Any:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import OutOfPages
 
 
@@ -167,6 +168,10 @@ class Allocator:
     def find(self, key: bytes) -> int | None:
         """The page with this key, if there is one."""
         return self._page_of.get(key)
+
+    def keys(self) -> list[bytes]:
+        """The keys of all pages that can be found, held or cached."""
+        return list(self._page_of)
 
     def is_keyed(self, page: int) -> bool:
         return page in self._key_of

@@ -12,13 +12,13 @@ how the slot came to be in its new place; where it is not, the table notes from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from headway.base.brle import Brle
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
+from headway.base.specs.brle import Brle
 from headway.kv.allocator import Gather
 from headway.kv.table import Log, PageTable, is_there
 
@@ -169,14 +169,14 @@ def _appended_log(
     for i, slot in enumerate(slots):
         given = other.masks[slot]
         attended = range(slot + 1) if given is None else np.flatnonzero(given.to_bool()).tolist()
-        found = [place.get(each, len(slots)) for each in attended]
-        gone = max(found) > i or slot in other.partial
+        indices = [place.get(each, len(slots)) for each in attended]
+        gone = max(indices) > i or slot in other.partial
         if gone:
             partial.append(base + i)
         if (gone or slot >= ahead or not other.repeatable or other.is_altered(slot)) and lost is None:
             lost = base + i
         left = np.zeros(base + i + 1, bool)
-        left[[base + each for each in found if each <= i]] = True
+        left[[base + each for each in indices if each <= i]] = True
         masks.append(None if left.all() or not left.any() else Brle.from_bool(left))
     tokens = [other.tokens[slot] for slot in slots]
     positions, adapters = [other.positions[slot] + shift for slot in slots], [other.adapters[slot] for slot in slots]

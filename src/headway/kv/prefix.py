@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from headway.base.adapters import Mixes
-from headway.base.brle import Brle
+from headway.base.specs.adapters import Mixes
+from headway.base.specs.brle import Brle
 
 PLAIN = bytes(32)  # in place of the key of a mix, for a slot without adapters
 

@@ -10,17 +10,19 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headway.base.brle import Brle
 from headway.base.checks import check_integer, check_number
+from headway.base.dataclass import dataclass
 from headway.base.errors import SnapshotError
+from headway.base.specs.brle import Brle
 from headway.base.text import shorten
 
 FORMAT = "headway-snapshot-2"
@@ -38,7 +40,8 @@ class Snapshot:
     empty when it was not kept. `maker` says what computed them: others compute the same, but not the same bits.
     `program` is the program layer's own data (pending tokens, messages, …). `mixes` are the adapters that slots were
     computed under, by the hash of their weights, with scales; `slot_mixes` [slots] which of them each slot has, -1 for
-    none; empty if no slot has any.
+    none; empty if no slot has any. `recurrent` holds the bytes of the recurrent state after the last slot, empty for a
+    model without recurrent layers.
     """
 
     fingerprint: str
@@ -59,15 +62,71 @@ class Snapshot:
     partial: tuple[int, ...] = ()  # slots that attended to more than the log says
     mixes: tuple[tuple[tuple[str, float], ...], ...] = ()
     slot_mixes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    recurrent: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
-def write(path: Path, snapshot: Snapshot) -> None:
+class RemoteFile:
+    """A file at an fsspec URL, such as s3://bucket/folder/name.safetensors."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._url = url
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError, OSError) as error:  # of a protocol that needs another package
+            raise SnapshotError(f"snapshots cannot be kept at {url!r}: {shorten(str(error), 200)}") from error
+
+    @property
+    def name(self) -> str:
+        return self._url.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def parent(self) -> str:
+        return self._url.rpartition("/")[0]
+
+    def write_whole(self, data: bytes | bytearray) -> None:
+        """Object stores show a file when it is complete; a checksum finds out where one that is not does."""
+        with _remote_errors():
+            self._files.makedirs(self._path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(self._path, bytes(data))
+
+    def read_bytes(self) -> bytes:
+        with _remote_errors():
+            return self._files.cat_file(self._path)
+
+    def unlink(self) -> None:
+        with _remote_errors():
+            if not self._files.exists(self._path):
+                raise FileNotFoundError(self._path)
+            self._files.rm_file(self._path)
+
+
+@contextmanager
+def _remote_errors() -> Iterator[None]:
+    """What the libraries of object stores raise, as `OSError`."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def write(path: Path | RemoteFile, snapshot: Snapshot) -> None:
     """The snapshot as a file that appears whole or not at all."""
     try:
         data = _packed(snapshot)
     except (TypeError, ValueError, RecursionError) as error:
         raise SnapshotError(f"the snapshot {path.stem!r} cannot be written: {shorten(str(error))}") from error
     try:
+        if isinstance(path, RemoteFile):
+            path.write_whole(data)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         try:
@@ -86,7 +145,7 @@ def write(path: Path, snapshot: Snapshot) -> None:
         ) from error
 
 
-def read(path: Path) -> Snapshot | None:
+def read(path: Path | RemoteFile) -> Snapshot | None:
     """The snapshot in a file, or None if there is no file; anything that does not hold together is refused."""
     try:
         data = path.read_bytes()
@@ -100,7 +159,7 @@ def read(path: Path) -> Snapshot | None:
         raise SnapshotError(f"the snapshot {path.name} cannot be read: {shorten(str(error), 200)}; {AGAIN}") from error
 
 
-def remove(path: Path) -> bool:
+def remove(path: Path | RemoteFile) -> bool:
     """Delete a file; False if there was none."""
     try:
         path.unlink()
@@ -139,6 +198,8 @@ def _packed(snapshot: Snapshot) -> bytearray:
         "altered": snapshot.altered,
         "partial": list(snapshot.partial),
     }
+    if snapshot.recurrent.size:
+        arrays["recurrent"] = snapshot.recurrent
     if snapshot.mixes:
         arrays["slot_mixes"] = snapshot.slot_mixes
         facts["mixes"] = snapshot.mixes
@@ -151,10 +212,10 @@ def _packed(snapshot: Snapshot) -> bytearray:
 
 def _checksum_at(data: bytes | bytearray) -> tuple[int, int]:
     """Where the checksum stands in the header."""
-    found = CHECKSUM.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
-    if found is None:
+    match = CHECKSUM.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
+    if match is None:
         raise SnapshotError("it has no checksum, so it is damaged or of another version")
-    return found.span(1)
+    return match.span(1)
 
 
 def _unpacked(data: bytes) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
@@ -221,6 +282,7 @@ def _parse(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Snapsh
         partial=tuple(check_integer(slot, "a partial slot", high=len(tokens) - 1) for slot in facts.get("partial", ())),
         mixes=tuple(tuple((str(digest), check_number(scale, "a scale")) for digest, scale in mix) for mix in mixes),
         slot_mixes=slot_mixes,
+        recurrent=arrays.get("recurrent", np.empty(0, np.uint8)),
     )
 
 

@@ -8,7 +8,9 @@
 `pages` has an entry for every page of the sequence, None where one was discarded; `committed` counts leading pages,
 discarded ones included, so page and slot numbers never move. The log says how each slot came to be (token, position,
 the mask it attended under, its adapters), which is what it takes to compute it again. A table that was preempted keeps
-its log and gives up its pages: their entries are ABSENT until they are computed again or copied back (`host`).
+its log and gives up its pages: their entries are ABSENT until they are computed again or copied back (`host`). Where
+a model has recurrent layers, `states` has its checkpoints (kv/states.py); without one at its end it is behind, and
+computes from the nearest earlier one on again.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
-from headway.base.adapters import AdapterMix, Mixes
-from headway.base.brle import Brle
 from headway.base.checks import check_integer
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
+from headway.base.specs.adapters import AdapterMix, Mixes
+from headway.base.specs.brle import Brle
 from headway.kv.allocator import Allocator, Clear, Copy, Export, HostPages, Import
 from headway.kv.prefix import page_key, root
+from headway.kv.states import States, TableStates
 
 _births = itertools.count()
 
@@ -59,10 +62,11 @@ class Mark(NamedTuple):
 class PageTable:
     """The pages of one sequence; see the file's picture."""
 
-    def __init__(self, allocator: Allocator, page_size: int, salt: str = "") -> None:
+    def __init__(self, allocator: Allocator, page_size: int, salt: str = "", states: States | None = None) -> None:
         self.allocator = allocator
         self.page_size = page_size
         self.salt = salt
+        self.states = None if states is None else TableStates(states, page_size)
         self.bid = 0.0
         self.born = next(_births)  # the youngest has the largest
         self.deadline = math.inf  # on time.monotonic's clock
@@ -123,6 +127,16 @@ class PageTable:
     def held(self) -> list[int]:
         """The physical pages this table holds."""
         return [p for p in self.pages if is_there(p)]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the recurrent state at its end must be computed again."""
+        return self.states is not None and self.states.at(self.length) is None
+
+    @property
+    def must_replay(self) -> bool:
+        """Whether something of it must be computed again, or copied back, before its next pass."""
+        return self.is_preempted or self.is_behind
 
     @property
     def last_key(self) -> bytes | None:
@@ -202,6 +216,8 @@ class PageTable:
         page = self.pages[number]
         if is_there(page):
             self.allocator.register(page, key)
+        if self.states is not None and (state := self.states.at((number + 1) * self.page_size)) is not None:
+            self.states.states.register(state, key)
 
     def restore(
         self,
@@ -336,6 +352,7 @@ class PageTable:
     def fork(self) -> PageTable:
         """A table that shares the committed pages and has copies of the working pages that hold tokens."""
         child = PageTable(self.allocator, self.page_size, self.salt)
+        child.states = None if self.states is None else self.states.share()
         used, copies = -(-self.length // self.page_size), self._filled_working()
         if len(copies) > self.allocator.available and self.can_replay:
             copies = []  # no room for copies: the fork computes these slots again when it needs them
@@ -363,6 +380,8 @@ class PageTable:
             self._cut_pages(0)
             self.committed, self.length, self.state = 0, 0, None
             self.adapters = []  # they may go with it
+            if self.states is not None:
+                self.states.cut(-1)
 
     # -- preemption ------------------------------------------------------------------------------------------------
 
@@ -478,6 +497,8 @@ class PageTable:
             self.repeatable |= not self.spans  # such slots are gone themselves
         del self.tokens[keep:], self.positions[keep:], self.peaks[keep:], self.masks[keep:], self.adapters[keep:]
         shorter, self.length, self.stamp = keep < self.length, keep, object()
+        if self.states is not None:
+            self.states.cut(keep)
         if shorter:
             self.wipe()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from headway.base.dataclass import dataclass
+from headway.base.errors import Unsupported
+from headway.kernels.host.attention import ChunkWindow
 from headway.models.config import ModelConfig
 from headway.models.families import is_llama_like
-from headway.models.shapes import has_experts
+from headway.models.weights.shapes import has_experts
 
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
 
@@ -17,49 +18,139 @@ class Capabilities:
 
     runner: str  # what computes: the native step, Triton kernels or torch; empty before loading
     reason: str  # why it is not a faster one, if it is not
-    fast: bool  # whether the native step and the Triton kernels have this model's layers
+    native: bool  # whether the native step has this model's layers
+    triton: bool  # whether the Triton kernels have them
     adapters: tuple[str, ...]  # linear layers that LoRA may change, by role, in one layer or more
     adapts_head: bool  # whether LoRA may change the output matrix
     quantize: bool  # whether `quantize=` takes it
     keeps_quantized: bool  # whether quantized weights of a file stay so; else they become floats
     update_weights: bool
     shift_pages: bool  # `append_from(shift=)`: keys can be rotated to other positions
+    masks: bool  # attention masks other than the causal one
+    move_slots: bool  # `discard_pages`, `keep_slots`, `append_from`
+    repeat_positions: bool  # `input_at` with a position that the sequence has already
+    tree_drafts: bool  # drafters that propose more than one line
+    tensor_parallel: int = 1  # ranks that each compute a share of it
 
     @classmethod
-    def of(cls, config: ModelConfig, *, runner: str = "", reason: str = "") -> Capabilities:
+    def of(cls, config: ModelConfig, *, runner: str = "", reason: str = "", tensor_parallel: int = 1) -> Capabilities:
+        """Of a model of this config; one that is split over ranks has float weights."""
+        split = tensor_parallel > 1
         plain = is_llama_like(config)
         dense = any(not has_experts(config, layer) for layer in range(config.layers))
         mlp = FEED_FORWARD if config.description.gated else FEED_FORWARD[1:]
+        mlp = () if config.description.no_feed_forward or not dense else mlp
+        recurs = config.description.recurrence is not None
+        native = why_no_native_layers(config) is None
         return cls(
             runner=runner,
             reason=reason,
-            fast=plain,
-            adapters=ATTENTION + (mlp if dense else ()),
+            native=native,
+            triton=plain,
+            adapters=_attention_roles(config) + mlp,
             adapts_head=config.description.logit_scale == 1.0 and config.description.logit_cap is None,
-            quantize=plain,
-            keeps_quantized=plain,
+            quantize=native and not split,
+            keeps_quantized=native and not split,
             update_weights=plain,
-            shift_pages=not config.description.learned_positions,
+            shift_pages=not config.description.learned_positions and not recurs,
+            masks=not recurs,
+            move_slots=not recurs,
+            repeat_positions=not recurs,
+            tree_drafts=not recurs,
+            tensor_parallel=tensor_parallel,
         )
 
     def missing(self) -> tuple[str, ...]:
         """What is refused, in words."""
         without = [role for role in ATTENTION + FEED_FORWARD if role not in self.adapters]
         words = (
-            (self.fast, "the native step and Triton kernels (torch computes it)"),
+            (self.native, "the native step (torch computes it on a CPU)"),
+            (self.triton, "Triton kernels (torch computes it on a CUDA device)"),
             (not without, f"adapters of {', '.join(without)}"),
             (self.adapts_head, "adapters of the output matrix"),
             (self.quantize, "quantize="),
             (self.keeps_quantized, "quantized weights of a file in memory (they become floats)"),
             (self.update_weights, "update_weights"),
-            (self.shift_pages, "append_from with a shift"),
+            (self.shift_pages or not self.move_slots, "append_from with a shift"),
+            (self.masks, "attention masks other than the causal one"),
+            (self.move_slots, "discard_pages, keep_slots and append_from"),
+            (self.repeat_positions, "a position that the sequence has already"),
+            (self.tree_drafts, "tree drafts"),
         )
         return tuple(word for has, word in words if not has)
 
 
-def why_not_fast(config: ModelConfig) -> str | None:
-    """Why neither the native step nor the Triton kernels compute a model of this config, in words, or None."""
+def _attention_roles(config: ModelConfig) -> tuple[str, ...]:
+    """The linear layers of attention that adapters may change."""
+    roles = ATTENTION if config.attention_layers else ()
+    if (latent := config.description.latent) is not None:
+        roles = ("o",) if latent.query_size else ("q", "o")
+    return roles
+
+
+def why_no_triton_layers(config: ModelConfig) -> str | None:
+    """Why the Triton kernels do not compute a model of this config, in words, or None."""
     if is_llama_like(config):
         return None
-    others = ", ".join(config.description.differences())
-    return f"it computes Llama's layers, and {config.family} has {others or 'its weights in files of another layout'}"
+    others = ", ".join(config.differences())
+    return f"they have Llama's layers, and {config.family} has {others or 'its weights in files of another layout'}"
+
+
+def why_no_native_layers(config: ModelConfig) -> str | None:
+    """Why the native step does not compute a model of this config, in words, or None."""
+    if config.description.per_layer is not None:
+        others = ", ".join(config.description.per_layer.differences())
+        return f"it does not have {others}, as {config.family} has"
+    if config.description.both:
+        return f"it does not have attention and recurrence in one layer, as {config.family} has"
+    return None
+
+
+def _not_split(config: ModelConfig) -> list[str]:
+    """What a model has, in words, that ranks do not compute."""
+    d, experts = config.description, config.description.experts
+    words = (
+        *((word, True) for own in (d.per_layer, d.altup) if own is not None for word in own.differences()),
+        ("latent attention", d.latent is not None),
+        ("chunked attention", any(isinstance(window, ChunkWindow) for window in config.windows)),
+        ("queries that grow with their position", d.temperature is not None),
+        ("norms of queries and keys without weights", config.qk_norm and d.qk_norm == "unit"),
+        ("experts that are chosen by groups", experts is not None and experts.groups is not None),
+        ("experts with weighted inputs", experts is not None and experts.sigmoid_inputs),
+    )
+    return [word for word, has in words if has]
+
+
+def check_split(config: ModelConfig, size: int) -> None:
+    """Raise unless a model can be split over this many ranks; the error names what does not divide."""
+    if config.description.recurrence is not None:
+        raise Unsupported(
+            f"tensor_parallel={size}: the {config.family} model has recurrent layers, which are not split; "
+            "run it without tensor_parallel"
+        )
+    experts = config.description.experts
+    if others := _not_split(config):
+        raise Unsupported(
+            f"tensor_parallel={size}: the {config.family} model has {', '.join(others)}, which is not split; run it "
+            "without tensor_parallel"
+        )
+    parts = [("attention heads", config.heads), ("key-value heads", config.kv_heads)]
+    if experts is None or experts.dense_layers:
+        parts.append(("feed-forward width", config.intermediate_size))
+    if experts is not None:
+        parts.append(("number of experts", experts.count))
+        parts += [("shared expert's width", experts.shared_size)] if experts.shared_size else []
+    for name, count in parts:
+        if count % size:
+            fits = [n for n in range(2, size) if all(c % n == 0 for _, c in parts)]
+            way = f"{fits[-1]} divides all of them" if fits else "run it without tensor_parallel"
+            raise Unsupported(
+                f"tensor_parallel={size}: the {config.family} model's {name}, {count}, cannot be divided by {size}; "
+                f"{way}"
+            )
+    d = config.description
+    if config.qk_norm and d.qk_norm == "row" and d.norm != "rms":
+        raise Unsupported(
+            f"tensor_parallel={size}: the {config.family} model norms queries and keys over all heads by {d.norm}, "
+            "which is not split; run it without tensor_parallel"
+        )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.files import read_json
+from headway.kernels.host.attention import ChunkWindow, Window
 from headway.kernels.host.rope import Rope
-from headway.models import shapes
-from headway.models.description import PLAIN, Description
+from headway.models.description import PLAIN, Description, KvShape
 from headway.models.families import FAMILIES, by_architecture, by_gguf
 from headway.models.families.family import Family
+from headway.models.files.quantization import read_scheme
 from headway.models.keys import LARGEST, Keys
 from headway.models.rope_keys import gguf_rope, hf_rope
+from headway.models.weights import shapes
 
 SIZES = (
     "vocab_size",
@@ -31,7 +34,11 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder. `windows` has an entry per layer: its sliding window in positions, or None."""
+    """The shape of one decoder. `windows` has an entry per layer: its sliding window in positions, its chunk, or None.
+
+    With latent attention all heads share one key head, of the width that a slot has in the KV cache; a value is part of
+    its key.
+    """
 
     family: str
     vocab_size: int
@@ -49,7 +56,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     interleaved_weights: bool = False
     description: Description = PLAIN
 
@@ -67,16 +74,73 @@ class ModelConfig:
         if not 0 <= self.norm_eps < 1:
             raise BadModelFile(f"the norm's epsilon is {self.norm_eps}; it must be in [0, 1)")
         for window in self.windows:
-            if window is not None and window < 1:
+            if isinstance(window, int) and window < 1:
                 raise BadModelFile(f"a layer's sliding window is {window}; it must be at least 1")
-        ropes = self.description.ropes
-        if ropes is not None and (len(ropes) != self.layers or any(r.dim not in (0, self.rope.dim) for r in ropes)):
-            raise BadModelFile(f"{self.layers} layers need a rope each, of {self.rope.dim} dimensions or none")
+            if isinstance(window, ChunkWindow) and window.size < 1:
+                raise BadModelFile(f"a layer's attention chunk is {window.size}; it must be at least 1")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raise unless what is said of each layer fits them."""
+        ropes, own = self.description.ropes, self.description.per_layer
+        if own is None:
+            if ropes is not None and (len(ropes) != self.layers or any(r.dim not in (0, self.rope.dim) for r in ropes)):
+                raise BadModelFile(f"{self.layers} layers need a rope each, of {self.rope.dim} dimensions or none")
+            return
+        assert ropes is not None
+        for layer, (rope, shape, source) in enumerate(zip(ropes, own.kv_shapes, own.kv_from, strict=True)):
+            if self.heads % shape.heads:
+                raise BadModelFile(f"layer {layer}: {self.heads} heads cannot share {shape.heads} key heads evenly")
+            if rope.dim > shape.dim or shape.dim % 2:
+                raise BadModelFile(f"layer {layer}: {rope.dim} dimensions are rotated; a head has {shape.dim}")
+            if source > layer or own.kv_from[source] != source or own.kv_shapes[source] != shape:
+                raise BadModelFile(f"layer {layer} cannot attend to the keys and values of layer {source}")
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers per token in the KV cache, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        """Numbers per token in the KV cache, over all layers that have attention."""
+        parts = 2 if self.description.latent is None else 1  # there a value is part of its key
+        shapes = [self.kv_shape(layer) for layer in self.kv_layers]
+        return parts * sum(shape.heads * shape.dim for shape in shapes)
+
+    def kv_shape(self, layer: int) -> KvShape:
+        """The keys of a slot in a layer."""
+        own = self.description.per_layer
+        return KvShape(self.kv_heads, self.head_dim) if own is None else own.kv_shapes[layer]
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values of their own in the KV cache, in order."""
+        own = self.description.per_layer
+        return tuple(layer for layer in self.attention_layers if own is None or own.kv_from[layer] == layer)
+
+    @property
+    def kv_places(self) -> tuple[int, ...]:
+        """For each layer with attention, where the keys and values that it attends to are in the KV cache."""
+        own, places = self.description.per_layer, self.kv_layers
+        return tuple(places.index(layer if own is None else own.kv_from[layer]) for layer in self.attention_layers)
+
+    def inner(self, layer: int) -> int:
+        """The size of a layer's feed-forward."""
+        own = self.description.per_layer
+        return self.intermediate_size if own is None else own.inners[layer]
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have attention, in order."""
+        others = frozenset[int]() if self.description.both else self.description.recurrent_layers
+        return tuple(layer for layer in range(self.layers) if layer not in others)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that have recurrent state, in order."""
+        return tuple(sorted(self.description.recurrent_layers))
+
+    @property
+    def state_values(self) -> int:
+        """Numbers of a sequence's recurrent state, over all layers; 0 for a model without recurrent layers."""
+        how = self.description.recurrence
+        return 0 if how is None else len(self.recurrent_layers) * how.state_values(self.hidden_size)
 
     @property
     def parameters(self) -> int:
@@ -94,10 +158,28 @@ class ModelConfig:
         scale = self.description.attention_scale
         return self.head_dim**-0.5 if scale is None else scale
 
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """The windows of a model without chunked attention."""
+        assert not any(isinstance(window, ChunkWindow) for window in self.windows)
+        return tuple(window for window in self.windows if not isinstance(window, ChunkWindow))
+
+    def differences(self) -> tuple[str, ...]:
+        """What is not as Llama has it, in words."""
+        chunks = any(isinstance(window, ChunkWindow) for window in self.windows)
+        return self.description.differences() + (("chunked attention",) if chunks else ())
+
     def first_layers(self, count: int) -> ModelConfig:
         """The config of a model of the first layers alone."""
-        ropes = self.description.ropes
-        description = replace(self.description, ropes=None if ropes is None else ropes[:count])
+        ropes, recurrent = self.description.ropes, self.description.recurrent_layers & frozenset(range(count))
+        description = replace(
+            self.description,
+            ropes=None if ropes is None else ropes[:count],
+            recurrence=self.description.recurrence if recurrent else None,
+            recurrent_layers=recurrent,
+            per_layer=self.description.per_layer and self.description.per_layer.first_layers(count),
+            altup=self.description.altup and self.description.altup.first_layers(count),
+        )
         return replace(self, layers=count, windows=self.windows[:count], description=description)
 
 
@@ -118,13 +200,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
         raise BadModelFile(f"config.json: architectures is {names!r}; it must be a list with one name")
     family = by_architecture(names[0])
     _check_model_type(data, family)
-    if data.get("quantization_config"):
-        how = data["quantization_config"]
-        kind = how.get("quant_method") if isinstance(how, dict) else how
-        raise Unsupported(
-            f"config.json: the weights are quantized as {kind!r} (quantization_config), which is not supported in "
-            "folders; use the model's float weights, or a GGUF file"
-        )
+    read_scheme(data)  # raises for one that is not supported
     keys = Keys({**family.defaults, **data}, "config.json", names=family.keys)
     heads, hidden, layers = (
         keys.int("num_attention_heads"),
@@ -146,7 +222,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
         heads=heads,
         kv_heads=_hf_kv_heads(keys, family, heads),
         head_dim=head_dim,
-        intermediate_size=keys.int("intermediate_size", family.inner and family.inner * hidden),
+        intermediate_size=_hf_inner(keys, family, hidden),
         max_positions=positions,
         norm_eps=keys.float("rms_norm_eps", family.eps),
         rope=rope,
@@ -189,10 +265,10 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
     if heads < 1:
         raise BadModelFile(f"GGUF: {arch}.attention.head_count is {heads}; at least 1 is needed")
     head_dim = keys.int("attention.key_length", hidden // heads)
-    if keys.int("attention.value_length", head_dim) != head_dim:
+    if keys.int("attention.value_length", head_dim) != head_dim and not family.latent:
         raise Unsupported(f"GGUF: keys of size {head_dim} with values of another size are not supported")
     words = metadata.get("tokenizer.ggml.tokens")
-    vocab = len(words) if isinstance(words, list) else None
+    vocab = len(words) if isinstance(words, Sequence) and not isinstance(words, str) else None
     window = keys.int("attention.sliding_window", 0) or None
     has = tensors.__contains__
     config = ModelConfig(
@@ -201,12 +277,12 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
         hidden_size=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=keys.int("attention.head_count_kv", heads),
+        kv_heads=_gguf_kv_heads(keys, heads),
         head_dim=head_dim,
         intermediate_size=keys.int("feed_forward_length"),
         max_positions=keys.int("context_length"),
         norm_eps=keys.float("attention.layer_norm_rms_epsilon"),
-        rope=gguf_rope(keys, head_dim, family.theta),
+        rope=gguf_rope(keys, head_dim, family.theta, latent=family.latent),
         tied="output.weight" not in tensors,
         qkv_bias=any(map(has, ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))),
         o_bias="blk.0.attn_output.bias" in tensors,
@@ -221,6 +297,20 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
     return config
 
 
+def _gguf_kv_heads(keys: Keys, heads: int) -> int:
+    """The key heads of a layer; a list has 0 for layers without attention."""
+    given = keys.get("attention.head_count_kv")
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return keys.int("attention.head_count_kv", heads)
+    counts = {count for count in given if count != 0}
+    if len(counts) > 1 or not all(type(count) is int for count in counts):
+        raise Unsupported(
+            f"GGUF: {keys.prefix}attention.head_count_kv is {list(given)!r}; layers with different numbers of key "
+            "heads are not supported"
+        )
+    return counts.pop() if counts else heads
+
+
 def _layers(keys: Keys, key: str) -> int:
     layers = keys.int(key)
     if not 1 <= layers <= 10_000:
@@ -232,6 +322,14 @@ def _hf_kv_heads(keys: Keys, family: Family, heads: int) -> int:
     """As many as heads if the config has null, the family's default if the key is missing."""
     silent = not keys.has("num_key_value_heads")
     return keys.int("num_key_value_heads", family.kv_heads if silent and family.kv_heads else heads)
+
+
+def _hf_inner(keys: Keys, family: Family, hidden: int) -> int:
+    """The size of feed-forwards; of a list with one for each layer, where a family has it, the largest."""
+    given = keys.get("intermediate_size")
+    if family.inner_by_layer and isinstance(given, list) and given and all(type(size) is int for size in given):
+        return max(given)
+    return keys.int("intermediate_size", family.inner and family.inner * hidden)
 
 
 def _flag(keys: Keys, family: Family, flag: bool | str) -> bool:

@@ -7,14 +7,16 @@ the final norm and the logits. The tensor functions are in `kernels/reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from headway.kernels.host.attention import AttentionGroup
+from headway.base.dataclass import dataclass
+from headway.kernels.host.attention import AttentionGroup, Window
+from headway.kernels.host.recurrent import StateGroup
 from headway.kernels.reference import kv as pages
 from headway.kernels.reference import sampling
 from headway.kernels.reference.attention import attend, attend_exact, scores
@@ -38,8 +40,10 @@ class DecoderInput:
     positions: Tensor  # [T]
     write_rows: Tensor | None  # [W] rows that go to the KV cache; None for all
     write_slots: Tensor  # [W] physical slots
-    groups: Mapping[int | None, Sequence[AttentionGroup]]
+    groups: Mapping[Window, Sequence[AttentionGroup]]
     adapters: RowAdapters | None = None
+    states: Sequence[StateGroup] = ()  # of a model with recurrent layers, and where their state is
+    state_pool: Tensor | None = None
 
     def delta(self, layer: int, stack: str, x: Tensor) -> tuple[Any, ...]:
         """What adapters add to a matmul of rows x, as the last arguments of a layer's function: none for nothing.
@@ -48,6 +52,18 @@ class DecoderInput:
         """
         delta = None if self.adapters is None else self.adapters.delta(layer, stack, x.flatten(1))
         return () if delta is None else (delta,)
+
+
+class Mixing(NamedTuple):
+    """What a layer takes besides its own rows."""
+
+    step: DecoderInput
+    kv: tuple[Tensor, Tensor]
+    rotations: Sequence[tuple[Tensor, Tensor]]
+    hooks: Hooks
+    mark: MarkPhase
+    tile: int | None
+    embedded: Tensor  # [T, E] the residual before the first layer
 
 
 class RowAdapters(Protocol):
@@ -79,37 +95,62 @@ class Decoder(AnyDecoder):
         With a tile every row-wise function runs on exactly that many rows and attention sums in a fixed order, so
         that a row's bits depend only on the row.
         """
-        mix = self.attention(tile)
-        scale = self.config.attention_scale
         x = self.embed(step.tokens, step.positions)
         mark("embed")
-        rotations = self.rotations(step.positions)
+        mixing = Mixing(step, kv, self.rotations(step.positions), hooks, mark, tile, x)
         mark("rope")
-        for l, layer in enumerate(self.layers):
+        for l in range(len(self.layers)):
             on_hidden(hooks, l, x)
-            (h,) = by_rows(tile, layer.norm_in, x)
-            mark("norm")
-            q, k, v = by_rows(tile, layer.project, h, *step.delta(l, "qkv", h))
-            mark("qkv")
-            q, k = by_rows(tile, layer.rotate, q, k, *rotations[l])
-            mark("rope")
-            keep = slice(None) if step.write_rows is None else step.write_rows
-            keys, values = kv[0][l], kv[1][l]
-            pages.write(keys, step.write_slots, k[keep])
-            pages.write(values, step.write_slots, v[keep])
-            mark("kv write")
-            mixed = mix(q, keys, values, step.groups[self.config.windows[l]], scale, **layer.softmax)
-            mark("attention")
-            on_attention(hooks, l, q, keys, scale, **layer.softmax)
-            before = x
-            (x,) = by_rows(tile, layer.project_out, x, mixed, *step.delta(l, "out", mixed))
-            mark("output projection")
-            (h,) = by_rows(tile, layer.norm_mlp, x, before)
-            mark("norm")
-            x = self._feed_forward(l, x, h, step, tile)
-            mark("feed-forward")
+            x = self.layer(l, x, mixing)
         on_hidden(hooks, len(self.layers), x)
         return x
+
+    def layer(self, l: int, x: Tensor, mixing: Mixing) -> Tensor:
+        """The residual x [T, E] after a layer."""
+        layer, tile, mark = self.layers[l], mixing.tile, mixing.mark
+        (h,) = by_rows(tile, layer.norm_in, x)
+        mark("norm")
+        before, x = x, self.mix(l, x, h, mixing)
+        (h,) = by_rows(tile, layer.norm_mlp, x, before)
+        mark("norm")
+        x = self._feed_forward(l, x, h, mixing.step, tile)
+        mark("feed-forward")
+        return x
+
+    def mix(self, l: int, x: Tensor, h: Tensor, mixing: Mixing) -> Tensor:
+        """The residual x [T, E] plus what a layer takes from other rows, for normed rows h."""
+        mixed, layer = self.attend(l, h, mixing), self.layers[l]
+        (x,) = by_rows(mixing.tile, layer.project_out, x, mixed, *mixing.step.delta(l, "out", mixed))
+        mixing.mark("output projection")
+        return x
+
+    def attend(self, l: int, h: Tensor, mixing: Mixing) -> Tensor:
+        """The attention [T, H, D] of normed rows h; their keys and values go to the KV cache."""
+        step, layer, mark, tile = mixing.step, self.layers[l], mixing.mark, mixing.tile
+        q, k, v = by_rows(tile, layer.project, h, *step.delta(l, "qkv", h))
+        mark("qkv")
+        q, k = by_rows(tile, layer.rotate, q, k, *mixing.rotations[l])
+        mark("rope")
+        keep = slice(None) if step.write_rows is None else step.write_rows
+        keys, values = (part[self.kv_layer(l)] for part in mixing.kv)
+        pages.write(keys, step.write_slots, k[keep])
+        pages.write(values, step.write_slots, v[keep])
+        mark("kv write")
+        return self.attend_to_slots(l, q, mixing)
+
+    def attend_to_slots(self, l: int, q: Tensor, mixing: Mixing) -> Tensor:
+        """The attention [T, H, D] of rotated queries q to the slots that each row sees."""
+        layer, scale = self.layers[l], self.config.attention_scale
+        keys, values = (part[self.kv_layer(l)] for part in mixing.kv)
+        groups = mixing.step.groups[self.config.windows[l]]
+        mixed = self.attention(mixing.tile)(q, keys, values, groups, scale, **layer.softmax)
+        mixing.mark("attention")
+        on_attention(mixing.hooks, l, q, keys, scale, **layer.softmax)
+        return mixed
+
+    def kv_layer(self, l: int) -> int:
+        """Where a layer's keys and values are in the KV cache."""
+        return l
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Residual rows [T, E] of tokens [T] at positions [T]."""
@@ -163,6 +204,13 @@ class Decoder(AnyDecoder):
         """The token sampled at each row."""
         return sampling.sample(logits, samplers).tolist()
 
+    def rows_of_each_kind(self, x: Tensor) -> list[Tensor]:
+        """Rows x [R, E] through everything that treats every row alike, to try whether it does."""
+        layer = self.layers[0]
+        q, k, v = layer.project(x)
+        (mlp,) = layer.feed_forward(x, x, exact=True)
+        return [*layer.norm_in(x), q, k, v, *layer.project_out(x, q), mlp, self.head(x, None)]
+
     def first_layers(self, count: int) -> Decoder:
         """The first layers of the model, with its embedding and head."""
         return replace(self, config=self.config.first_layers(count), layers=self.layers[:count])
@@ -203,3 +251,9 @@ def group_on(device: torch.device, group: AttentionGroup) -> AttentionGroup:
     """An attention group of arrays as one of tensors."""
     arrays = (group.rows, group.pages, group.numbers, group.mask)
     return AttentionGroup(*(torch.from_numpy(a).to(device) for a in arrays))
+
+
+def states_on(device: torch.device, group: StateGroup) -> StateGroup:
+    """A group of runs of arrays as one of tensors."""
+    arrays = (group.rows, group.sources, group.targets)
+    return StateGroup(*(torch.from_numpy(a).to(device) for a in arrays))

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
+from headway.kernels.reference.attention import capped
 from headway.kernels.reference.linear import by_rows
 from headway.kernels.reference.lora import Delta, plus
 from headway.kernels.reference.mlp import activate
@@ -40,6 +42,16 @@ class DescribedLayer(DecoderLayer):
     post_mlp_norm: Tensor | None = None
     post_mlp_norm_bias: Tensor | None = None
     sinks: Tensor | None = None  # [H]
+
+    @property
+    def projections(self) -> tuple[Any, ...]:
+        """The weights that make queries, keys and values."""
+        return self.qkv, self.q_norm, self.k_norm
+
+    @property
+    def feeders(self) -> tuple[Any, ...]:
+        """The weights of the feed-forward."""
+        return self.gate_up, self.down, self.experts
 
     @property
     def softmax(self) -> dict[str, Any]:
@@ -92,9 +104,12 @@ class DescribedLayer(DecoderLayer):
             return (self.experts(h, self.gate_up, self.down, self.description.activation, exact=exact),)
         rows, kind = plus(self.gate_up(h), delta), self.description.activation
         if not self.description.gated:
-            return (activate(rows, kind, exact=exact),)
+            return (self.activate(rows, kind, exact=exact),)
         gate, up = rows.chunk(2, dim=-1)
-        return (activate(gate, kind, exact=exact) * up,)
+        return (self.activate(gate, kind, exact=exact) * up,)
+
+    def activate(self, x: Tensor, kind: str, *, exact: bool) -> Tensor:
+        return activate(x, kind, exact=exact)
 
     def add_down(self, x: Tensor, inner: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
         y = inner if self.experts is not None else plus(self.down(inner), delta)
@@ -109,24 +124,29 @@ class DescribedLayer(DecoderLayer):
 class DescribedDecoder(Decoder):
     """Embedding, layers and head as the description has them. `inv_freq` [L, D/2] has a row for each layer."""
 
+    layers: tuple[DescribedLayer, ...]  # type: ignore[assignment]
     final_norm_bias: Tensor | None = None
     output_bias: Tensor | None = None
     positions: Tensor | None = None  # [max positions, E]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x, scale = self.embedding[tokens], self.config.description.embedding_scale
+        x, scale = super().embed(tokens, positions), self.config.description.embedding_scale
         if scale != 1.0:
             x = x * torch.tensor(scale, dtype=x.dtype, device=x.device)  # rounded as the weights are
         return x if self.positions is None else x + self.positions[positions]
 
     def rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         ropes = self.config.description.ropes or (self.config.rope,) * self.config.layers
-        found: dict[Any, tuple[Tensor, Tensor]] = {}
+        by_rope: dict[Any, tuple[Tensor, Tensor]] = {}
         for l, rope in enumerate(ropes):
-            if rope not in found:
-                scale = rope.scale if rope.dim else 1.0
-                found[rope] = rotation(self.inv_freq[l], positions, scale, self.dtype)
-        return [found[rope] for rope in ropes]
+            if rope not in by_rope:
+                scale, width = (rope.scale, rope.dim // 2) if rope.dim else (1.0, None)
+                by_rope[rope] = self.cos_sin(self.inv_freq[l, :width], positions, scale)
+        return [by_rope[rope] for rope in ropes]
+
+    def cos_sin(self, inv_freq: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """cos and sin of a layer's angles."""
+        return rotation(inv_freq, positions, scale, self.dtype)
 
     def finish(self, x: Tensor, tile: int | None) -> Tensor:
         layer: Any = self.layers[0]
@@ -137,25 +157,29 @@ class DescribedDecoder(Decoder):
         logits = super().head(h, tile)
         logits = logits if bias is None else logits + bias.float()
         logits = logits if d.logit_scale == 1.0 else logits * d.logit_scale
-        return logits if d.logit_cap is None else torch.tanh(logits / d.logit_cap) * d.logit_cap
+        return self.capped(logits, d.logit_cap)
+
+    def capped(self, logits: Tensor, cap: float | None) -> Tensor:
+        return capped(logits, cap)
 
     def nbytes(self) -> dict[str, int]:
-        size = {"norm": _bytes(self.final_norm, self.final_norm_bias), "qkv": 0, "output projection": 0}
+        size = {"norm": bytes_of(self.final_norm, self.final_norm_bias), "qkv": 0, "output projection": 0}
         size["feed-forward"] = 0
         for layer in self.layers:
             parts = {
-                "qkv": _bytes(layer.qkv, layer.q_norm, layer.k_norm),
-                "output projection": _bytes(layer.out),
-                "feed-forward": _bytes(layer.gate_up, layer.down, getattr(layer, "experts", None)),
+                "qkv": bytes_of(*layer.projections),
+                "output projection": bytes_of(layer.out),
+                "feed-forward": bytes_of(*layer.feeders),
             }
-            parts["norm"] = _bytes(layer) - sum(parts.values())
+            parts["norm"] = bytes_of(layer) - sum(parts.values())
             size = {phase: size[phase] + parts[phase] for phase in size}
-        return {**size, "head": _bytes(self.output, self.output_bias), "embed": _bytes(self.positions)}
+        return {**size, "head": bytes_of(self.output, self.output_bias), "embed": bytes_of(self.positions)}
 
     def first_layers(self, count: int) -> DescribedDecoder:
         few = self.config.first_layers(count)
         return replace(self, config=few, layers=self.layers[:count], inv_freq=self.inv_freq[:count])
 
 
-def _bytes(*parts: Any) -> int:
+def bytes_of(*parts: Any) -> int:
+    """Bytes of every tensor in them, each once."""
     return sum(tensor.nbytes for tensor in tensors_of(parts))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.kernels.reference.experts import grouped_linear, route
+from headway.base.dataclass import dataclass
+from headway.kernels.reference.experts import grouped_linear, route, route_by_groups
+from headway.kernels.reference.linear import linear
 from headway.kernels.reference.mlp import activate
+from headway.kernels.reference.norm import unit_norm
 from headway.models.description import Experts
 from headway.models.layers import Linear
 
@@ -28,36 +32,119 @@ class ExpertWeights:
 
         With `exact` every matmul has as many rows as h, so that a row's bits do not depend on where the others go.
         """
-        chosen, weights = route(self.router(h), self.what.per_token, normalize=self.what.normalize)  # [R, k]
+        return self.mix(h, self.route(h), gate_up, down, activation, exact=exact)
+
+    def mix(
+        self, h: Tensor, routes: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, activation: str, *, exact: bool
+    ) -> Tensor:
+        """The same with the experts that are chosen and their weights, both [R, k]."""
+        chosen, weights = routes
         order = chosen.flatten().argsort(stable=True)  # [R × k], by expert
         counts = torch.bincount(chosen.flatten(), minlength=self.what.count).tolist()
         tile = len(h) if exact else None
-        rows = h[order // self.what.per_token]
-        inner = self._gated(grouped_linear(rows, gate_up.weight, gate_up.bias, counts, tile), activation, exact)
+        rows = self.inputs(h[order // self.what.per_token], weights.flatten()[order])
+        inner = self._gated(self.by_expert(rows, gate_up, counts, tile), activation, exact)
         parts = torch.empty(len(order), h.shape[1], dtype=h.dtype, device=h.device)
-        parts[order] = grouped_linear(inner, down.weight, down.bias, counts, tile)
-        parts = parts.unflatten(0, chosen.shape) * weights.to(h.dtype)[..., None]  # [R, k, E]
+        parts[order] = self.by_expert(inner, down, counts, tile)
+        parts = self.outputs(parts.unflatten(0, chosen.shape), weights)  # [R, k, E]
         total = parts[:, 0]
         for i in range(1, self.what.per_token):  # in one order, whatever the other rows
             total = total + parts[:, i]
         return self._plus_shared(h, total, activation, exact)
 
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each row and their weights."""
+        return route(self.router(h), self.what.per_token, normalize=self.what.normalize)
+
+    def inputs(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """What experts make outputs of, of rows [N, E] with weights [N]."""
+        return rows
+
+    def outputs(self, parts: Tensor, weights: Tensor) -> Tensor:
+        """What is summed over experts, of their outputs [R, k, E] with weights [R, k]."""
+        return parts * weights.to(parts.dtype)[..., None]
+
+    def by_expert(self, rows: Tensor, matrices: Linear, counts: list[int], tile: int | None) -> Tensor:
+        """Rows in the order of their experts, `counts` of each, by their experts' matrices."""
+        return grouped_linear(rows, matrices.weight, matrices.bias, counts, tile)
+
+    def activate(self, x: Tensor, activation: str, exact: bool) -> Tensor:
+        return activate(x, activation, exact=exact)
+
+    def exp(self, x: Tensor) -> Tensor:
+        return torch.exp(x)
+
     def _gated(self, gate_up: Tensor, activation: str, exact: bool) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         limit = self.what.clamp
         if limit is None:
-            return activate(gate, activation, exact=exact) * up
+            return self.activate(gate, activation, exact) * up
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * (gate / (1 + torch.exp(-self.what.alpha * gate)))
+        return (up + 1) * (gate / (1 + self.exp(-self.what.alpha * gate)))
 
     def _plus_shared(self, h: Tensor, total: Tensor, activation: str, exact: bool) -> Tensor:
-        if self.shared_gate_up is None or self.shared_down is None or self.shared_router is None:
+        if self.shared_gate_up is None or self.shared_down is None:
             return total
         gate, up = self.shared_gate_up(h).chunk(2, dim=-1)
-        shared = self.shared_down(activate(gate, activation, exact=exact) * up)
-        return total + shared / (1 + torch.exp(-self.shared_router(h)))
+        shared = self.shared_down(self.activate(gate, activation, exact) * up)
+        if self.shared_router is None:
+            return total + shared
+        return total + shared / (1 + self.exp(-self.shared_router(h)))
 
     @property
     def nbytes(self) -> int:
         parts = (self.router, self.shared_gate_up, self.shared_down, self.shared_router)
         return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedExperts(ExpertWeights):
+    """Experts that are chosen by groups, in float32 whatever the model computes in."""
+
+    correction: Tensor | None = None  # [X] float32
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return route_by_groups(linear(h.float(), self.router.weight.float()), self.what.per_token, **self.routing())
+
+    def routing(self) -> dict[str, Any]:
+        """How `route_by_groups` chooses."""
+        how = self.what.groups
+        assert how is not None
+        groups = {"groups": how.count, "kept": how.kept, "best": how.best}
+        return {
+            **groups,
+            "score": how.score,
+            "correction": self.correction,
+            "normalize": self.what.normalize,
+            "scale": how.scale,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledExperts(ExpertWeights):
+    """Experts whose router norms and scales what it reads, and whose weights are each times its expert's number."""
+
+    router_scale: Tensor = field(kw_only=True)  # [E]
+    expert_scale: Tensor = field(kw_only=True)  # [X]
+    eps: float = field(kw_only=True)
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = unit_norm(h, self.eps) * self.router_scale * h.shape[-1] ** -0.5
+        chosen, weights = super().route(scaled)
+        return chosen, weights * self.expert_scale[chosen]
+
+
+@dataclass(frozen=True, eq=False)
+class InputWeightedExperts(ExpertWeights):
+    """Experts whose inputs are weighted, each by the sigmoid of its logit."""
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(h)
+        chosen, _ = route(logits, self.what.per_token, normalize=False)
+        return chosen, 1 / (1 + self.exp(-logits.float().gather(1, chosen)))
+
+    def inputs(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return rows * weights.to(rows.dtype)[:, None]
+
+    def outputs(self, parts: Tensor, weights: Tensor) -> Tensor:
+        return parts

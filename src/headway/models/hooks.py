@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.kernels.host.attention import AttentionGroup
 
 

@@ -26,6 +26,7 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None, 0.0),
+    "attn_temperature_tuning": (None, False),
     "clip_qkv": (None,),
     "embedding_multiplier": (None, 1.0),
     "final_logit_softcapping": (None, 0.0),
@@ -46,6 +47,8 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     # of GGUF files
     "attention.clamp_kqv": (0.0,),
     "attention.scale": (0.0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
     "residual_scale": (0.0, 1.0),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.reference.linear import linear
 from headway.kernels.reference.lora import Delta, plus
 from headway.kernels.reference.mlp import gated_silu
@@ -116,13 +117,13 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, Any] 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor in tuples and dataclasses, in their order, each once."""
-    found: dict[int, Tensor] = {}
+    tables: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        return found.setdefault(id(tensor), tensor)
+        return tables.setdefault(id(tensor), tensor)
 
     mapped(value, note)
-    return list(found.values())
+    return list(tables.values())
 
 
 def _all_same(new: Iterable[Any], old: Iterable[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.text import short_repr
@@ -10,12 +11,13 @@ from headway.kernels.host.rope import Rope
 from headway.models.keys import LARGEST, Keys
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 # GGUF keys for rope variants that this decoder does not have, and the values that change nothing.
 GGUF_ROPE_EXTRAS = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
+    LOG_MULTIPLIER: 0.0,
     "rope.scaling.alpha": 0.0,
 }
 
@@ -41,7 +43,17 @@ def hf_rope(
     original = top.get("original_max_position_embeddings")
     if original is not None:  # the top level wins, as in transformers
         keys.data = {**scaling, "original_max_position_embeddings": original}
+    if kind == "proportional":
+        return _proportional(keys, head_dim, partial, theta)
     return _rope(keys, kind, int(head_dim * partial), theta, positions)
+
+
+def _proportional(keys: Keys, head_dim: int, partial: float, theta: float) -> Rope:
+    """The first pairs of a head are rotated, by the angles that they would have if all were."""
+    plain, turned = _rope(keys, "default", head_dim, theta, 0), int(partial * head_dim // 2)
+    if turned < 1:
+        raise BadModelFile(f"{keys.source}: {partial} of {head_dim} dimensions are rotated; it must be 2 or more")
+    return replace(plain, kind="proportional", turned=turned, factor=keys.positive("factor", 1.0))
 
 
 def _rope(keys: Keys, kind: str, dim: int, theta: float, positions: int) -> Rope:
@@ -85,7 +97,8 @@ def _rope(keys: Keys, kind: str, dim: int, theta: float, positions: int) -> Rope
         case "longrope" | "su":  # its older name
             return _longrope(keys, dim, theta, positions)
     raise Unsupported(
-        f"{keys.source}: rope type {kind!r} is not supported; use default, linear, llama3, yarn or longrope"
+        f"{keys.source}: rope type {kind!r} is not supported; use default, linear, llama3, yarn, longrope or "
+        "proportional"
     )
 
 
@@ -119,10 +132,13 @@ def _original(keys: Keys, default: int | None) -> int:
     return value
 
 
-def gguf_rope(keys: Keys, head_dim: int, theta: float) -> Rope:
+def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False) -> Rope:
+    """The rope of a GGUF file. Of a family with latent attention, yarn scales scores there and not the rotation."""
     dim = keys.int("rope.dimension_count", head_dim)
     theta = keys.float("rope.freq_base", theta)
     for key, plain in GGUF_ROPE_EXTRAS.items():
+        if latent and key == LOG_MULTIPLIER:
+            continue
         if (value := keys.get(key)) is not None and value != plain:
             raise Unsupported(f"GGUF: {keys.prefix}{key} is {value!r}; only {plain}, or no such key, is supported")
     kind = keys.get("rope.scaling.type") or "default"
@@ -136,6 +152,8 @@ def gguf_rope(keys: Keys, head_dim: int, theta: float) -> Rope:
         "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
     }
+    if latent:
+        renamed |= {"attention_factor": 1.0, "mscale_all_dim": 10 * keys.float(LOG_MULTIPLIER, 0.0)}
     return _rope(Keys(renamed, "GGUF, rope scaling"), kind, dim, theta, keys.int("context_length"))
 
 

@@ -17,7 +17,7 @@ from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.text import short_repr
 from headway.models.hub.registry import KNOWN, is_hub_id
-from headway.models.hub.store import resolve
+from headway.models.hub.store import is_on_disk, resolve
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 ONE_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # on one device they all mean the same
@@ -156,7 +156,7 @@ def model_of(model: Any, revision: Any, token: Any, local_only: Any) -> Any:
 
 def is_remote(model: Any) -> bool:
     """Whether `model` is a hub id, and nothing on this disk has its name."""
-    return isinstance(model, str) and model not in KNOWN and not Path(model).exists() and is_hub_id(model)
+    return isinstance(model, str) and model not in KNOWN and is_hub_id(model) and not is_on_disk(Path(model))
 
 
 # -- options of a call -------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import Closed, HeadwayError, PassFailed
 from headway.pipelines.backends.torch import HostCopy, PendingResults
 from headway.pipelines.row_queue import BatchLimits, RowQueue, WaitingRow

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 
 from headway.base.checks import check_integer
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.base.text import short_repr
 from headway.pipelines.arguments import (
     call_options,
@@ -77,7 +78,7 @@ def pipeline(
     loading = loading_arguments(model_kwargs)
     options = _without_idle_arguments(options)
     local_only = options.pop("local_files_only", loading.get("local_files_only", False))
-    model = model_of(model, revision or loading.get("revision"), _first(token, loading.get("token")), local_only)
+    model = model_of(model, _first(revision, loading.get("revision")), _first(token, loading.get("token")), local_only)
     name, kind = task_named(task_of(model) if task is None else task)
     _check_arguments(quantize, compile, backend, unpadded)
     parts = {

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from os import PathLike
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from headway.base.closing import Closing
 from headway.base.errors import Closed, InvalidInput, Unsupported
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.base.text import short_repr
 from headway.pipelines.arguments import INPUTS, call_options
 from headway.pipelines.backends.torch import FORWARD_PARAMETERS, HostCopy, to_host
@@ -31,7 +32,7 @@ GPU_WORKERS = 3
 GPU_LOOKAHEAD = 16  # factor on Task.lookahead: a GPU needs large batches, and more of them queued
 
 
-class Pipeline:
+class Pipeline(Closing):
     """A task ready to use: `p(item)`, `p(list)`, `for r in p(iterable)`, `await p.submit(item)`.
 
     Safe to use from any number of threads and event loops; the work of all of them is batched together. Each step can
@@ -230,12 +231,6 @@ class Pipeline:
     def close(self) -> None:
         """End the pipeline's threads; waiting items fail with Closed."""
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         loaded = self.task.loaded

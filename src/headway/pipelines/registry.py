@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from headway.base.errors import InvalidInput, Unsupported, WrongType
+from headway.base.text import short_repr
 
 if TYPE_CHECKING:
     from headway.pipelines.task import Task
@@ -67,7 +68,7 @@ def register_task(name: str, task: type[Task], *, replace: bool = False) -> type
 def task_named(name: str) -> tuple[str, type[Task]]:
     """The canonical name of a task and its class."""
     if not isinstance(name, str):
-        raise WrongType(f"task is {name!r}; it must be a name such as 'text-classification'")
+        raise WrongType(f"task is {short_repr(name)}; it must be a name such as 'text-classification'")
     canonical = name if name in _added else ALIASES.get(name, name)
     if canonical in _added:
         return canonical, _added[canonical]
@@ -75,7 +76,7 @@ def task_named(name: str) -> tuple[str, type[Task]]:
     if built_in not in BUILT_IN:
         close = difflib.get_close_matches(canonical, task_names(), n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
-        raise Unsupported(f"there is no task {name!r}{hint} Known tasks: {', '.join(task_names())}")
+        raise Unsupported(f"there is no task {short_repr(name)}{hint} Known tasks: {', '.join(task_names())}")
     module, kind = BUILT_IN[built_in]
     return canonical, getattr(import_module(f"headway.pipelines.tasks.{module}"), kind)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from headway.base.dataclass import dataclass
 
 MAX_PADDING = 0.2  # the share of a padded batch that may be padding
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headway.base.adapters import AdapterMix
 from headway.base.checks import check_number
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.specs.adapters import AdapterMix
 from headway.base.text import short_repr
 from headway.models.adapters.adapter import Adapter
 from headway.runtime.adapters import LoadedAdapter

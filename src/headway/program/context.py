@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 import numpy as np
 
-from headway.base.adapters import AdapterMix
 from headway.base.arrays import from_tensor, widen
 from headway.base.errors import (
     Closed,
@@ -19,27 +18,29 @@ from headway.base.errors import (
     PassFailed,
     Unsupported,
 )
-from headway.base.generation import PARAMETERS, unknown_parameter
-from headway.base.masks import Mask
-from headway.base.probes import ProbeOf
-from headway.base.samplers import Sampler
+from headway.base.specs.adapters import AdapterMix
+from headway.base.specs.generation import PARAMETERS, unknown_parameter
+from headway.base.specs.masks import Mask
+from headway.base.specs.probes import ProbeOf
+from headway.base.specs.samplers import Sampler
 from headway.base.text import short_repr
 from headway.kv.table import PageTable
 from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.messages import Messages
 from headway.program.chat.reply import ChatLimits, ChatReply, Choice
-from headway.program.checks import check_pass
+from headway.program.checks.ids import integers, token_ids
+from headway.program.checks.passes import check_pass
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
-from headway.program.forward import Execution, Forward
+from headway.program.execution import Execution
+from headway.program.forward import Forward
 from headway.program.generation.generator import Generation
 from headway.program.generation.hooks import LogitsHook, PrepareHook
 from headway.program.generation.parameters import OneSequence, Several, settle
-from headway.program.generation.sequences import Generations, start
+from headway.program.generation.sequences.sequences import Generations, start
 from headway.program.generation.speculation.drafter import Drafter
-from headway.program.ids import integers, token_ids
-from headway.program.pages import RawPages
+from headway.program.kv_cache.pages import RawPages
 from headway.program.view import ContextView
 from headway.runtime.job import Job
 from headway.runtime.passes import Pass, PassResult
@@ -66,6 +67,7 @@ class Context:
         self._written = 0  # tokens in the context after the last chat verb, to tell what was written since
         self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()  # those that follow this context
         self.cached_tokens = 0  # taken from the prefix cache instead of computed
+        self._queue_seconds: float | None = None  # that its first pass waited for a step
         self._finalizer = weakref.finalize(self, engine._loop.release_later, table)
 
     def __repr__(self) -> str:
@@ -218,17 +220,16 @@ class Context:
                     "flush was given an attention mask and there are no pending tokens for it to apply to"
                 )
             return
-        await self._flush(attention_mask, mix)
-
-    async def _flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None, mix: AdapterMix | None) -> None:
         with self._changing():
-            waiting = self._pending
-            forward = self.forward()._under(mix)
-            if attention_mask is not None:
-                forward.attention_mask(attention_mask)
-            forward._flushing(len(waiting))
-            execution = forward.execute()
+            execution = self._flush(attention_mask, mix).execute()
         await execution
+
+    def _flush(self, attention_mask: Mask | Sequence[Sequence[int]] | None, mix: AdapterMix | None) -> Forward:
+        """The pass that computes the pending tokens."""
+        forward = self.forward()._under(mix)
+        if attention_mask is not None:
+            forward.attention_mask(attention_mask)
+        return forward._flushing(len(self._pending))
 
     # The type of a result: one sequence or several, and what their probes read. The first that fits decides.
     @overload
@@ -296,6 +297,16 @@ class Context:
         epsilon_cutoff: float | None = None,
         eta_cutoff: float | None = None,
         repetition_penalty: float | None = None,
+        dry_multiplier: float | None = None,
+        dry_base: float | None = None,
+        dry_allowed_length: int | None = None,
+        dry_penalty_last_n: int | None = None,
+        dry_sequence_breakers: Iterable[str] | None = None,
+        xtc_probability: float | None = None,
+        xtc_threshold: float | None = None,
+        mirostat: int | None = None,
+        mirostat_tau: float | None = None,
+        mirostat_eta: float | None = None,
         no_repeat_ngram_size: int | None = None,
         bad_words_ids: Iterable[Iterable[int]] | None = None,
         sequence_bias: Mapping[tuple[int, ...], float] | Iterable[tuple[Iterable[int], float]] | None = None,
@@ -527,7 +538,7 @@ class Context:
     def _settle(self) -> None:
         """Resume the context if it was preempted; waits in this thread until its pages are back."""
         with self._changing():
-            coming = self.execute(Pass((), (), commit=False)) if self._table.is_preempted else None
+            coming = self.execute(Pass((), (), commit=False)) if self._table.must_replay else None
         if coming is not None:
             coming.result()
 

@@ -11,8 +11,9 @@ from numpy.typing import ArrayLike
 from headway.base.checks import check_integer, number_array
 from headway.base.errors import InvalidInput, InvalidMask
 from headway.base.rng import LIMIT, fresh_seed
-from headway.base.samplers import Sampler, Sampling, bias_array, resolve
-from headway.program.ids import token_ids
+from headway.base.specs.samplers import Sampler, Sampling, bias_array, resolve
+from headway.program.checks.ids import token_ids
+from headway.program.checks.readouts import check_one_draw
 from headway.runtime.passes import Readout
 from headway.runtime.readout import sample_row
 
@@ -37,6 +38,7 @@ def draw(
     """
     row = check_logits(logits)
     how = resolve(sampler)
+    check_one_draw(how)
     _check_bias(how, row.size)
     chosen = how.seed if seed is None else check_integer(seed, "seed", high=LIMIT - 1)
     past = token_ids(history, row.size, "history")

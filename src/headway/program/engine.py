@@ -9,43 +9,49 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
-from headway.base.checks import check_fraction, check_integer, check_number, check_text
-from headway.base.config import settings
-from headway.base.device import AnyDevice
-from headway.base.errors import Closed, InvalidInput, Unsupported, WrongType
+from headway.base.arrays import STORED
+from headway.base.checks import check_flag, check_fraction, check_integer, check_number, check_text
+from headway.base.closing import Closing
+from headway.base.errors import Closed, InvalidInput, RankLost, Unsupported
 from headway.base.rng import LIMIT
+from headway.base.specs.adapters import AdapterMix
+from headway.base.system.device import MAX_RANKS, AnyDevice
 from headway.base.text import short_repr
 from headway.kv.allocator import Allocator
 from headway.kv.pool import Pool
+from headway.kv.states import LEAST_PLACES, STATE_WIDTH, States, pages_between
 from headway.kv.table import PageTable
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter
 from headway.models.capabilities import Capabilities
 from headway.models.config import ModelConfig
-from headway.models.load import LoadProgress
 from headway.models.quantized.cpu import QuantizedDecoder
+from headway.models.weights.load import LoadProgress
+from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.chat.conversation import ChatWriter
 from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
-from headway.program.figures import EngineInfo, EngineStats
+from headway.program.figures import EngineInfo, EngineStats, engine_stats
 from headway.program.generation.defaults import GenerationDefaults
-from headway.program.loaded_model import LoadedModel
-from headway.program.page_map import PageMap, map_pages
-from headway.program.pool_size import PoolSize
-from headway.program.prefix_cache import PrefixCache
+from headway.program.kv_cache.idle import give_back_when_idle
+from headway.program.kv_cache.page_map import PageMap, map_pages
+from headway.program.kv_cache.pool_size import PoolSize
+from headway.program.kv_cache.prefix_cache import PrefixCache
+from headway.program.kv_cache.snapshots import Snapshots, snapshot_folder
+from headway.program.model.loaded import EngineModel
+from headway.program.model.weights import sleep, update_weights, wake
 from headway.program.run_in_thread import run_program
-from headway.program.snapshots import Snapshots
-from headway.program.weights import sleep, update_weights, wake
+from headway.program.step_limits import row_budgets, step_target
 from headway.runtime.adapters import DeviceWeights, LoadedAdapters
-from headway.runtime.device import dtype_name, pick_threads
+from headway.runtime.device import dtype_name, pick_threads, synchronizer
 from headway.runtime.loop import Loop
 from headway.runtime.memory import memory_share, running_out
 from headway.runtime.profile import Profile, Profiler, Sample
 from headway.runtime.runners.base import Runner
 from headway.runtime.runners.select import Backend
+from headway.runtime.scheduler.step_time import StepTime
 
 if TYPE_CHECKING:
     from headway.models.decoder import Decoder
@@ -55,16 +61,11 @@ if TYPE_CHECKING:
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-STEP_TOKENS = 512  # rows of one step, by default
-IDLE_CACHE = 256 << 20  # bytes of cached pages that an idle engine on a CPU keeps
-IDLE_SHARE = 64 << 20  # bytes of pages given back to the system at a time, while the lock is held
-CUDA_STEP_TOKENS = 2048  # on a CUDA device
-CUDA_MIXED_TOKENS = 1024  # of these for prefills beside decode rows: as many as fill matmuls and graphs
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # for monitors
 _engines_lock = threading.Lock()
 
 
-class Engine:
+class Engine(Closing):
     """One model, ready to compute. Create it, `run` programs, `close` it (or use it in a `with`)."""
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
         page_size: int = 16,
         pages: int | None = None,
         max_batch_tokens: int | None = None,
+        step_ms: float | None = None,
         memory: int | str | None = None,
         memory_fraction: float | None = None,
         max_grammar_seconds: float = 10.0,
@@ -84,6 +86,8 @@ class Engine:
         kv_dtype: str = "auto",
         deterministic: bool = False,
         trim: bool = True,
+        tensor_parallel: int = 1,
+        snapshots: str | Path | None = None,
         runner: Runner | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
@@ -91,46 +95,87 @@ class Engine:
         is one with the runner that computes it).
 
         The KV cache has `pages` of `page_size` slots (by default as many as fit); a step computes at most
-        `max_batch_tokens` rows. `memory` is how much of the device's memory Headway may use for weights, pages and
-        graphs: bytes, or text like "2G"; `memory_fraction` is the same as a fraction (0.9 on a CUDA device; on a CPU,
-        pages take an eighth of the memory by default, and cached ones go back when the engine is idle).
+        `max_batch_tokens` rows. While sequences decode, prompts join their steps with as many tokens as make a step of
+        `step_ms` milliseconds; by default, on a CPU, of three times what it takes without them. `memory` is how much
+        of the device's memory Headway may use for weights, pages and graphs: bytes, or text like "2G";
+        `memory_fraction` is the same as a fraction (0.9 on a CUDA device; on a CPU, pages take an eighth of the memory
+        by default, and cached ones go back when the engine is idle).
         `max_grammar_seconds` is how long following a grammar may take for one generation. `kv_dtype` is what keys and
-        values are stored in, on a CPU float32, float16 or bfloat16; auto is what the model computes in. With
-        `deterministic` a row's bits depend on nothing but the row. `trim=False` keeps masked pages in attention calls.
+        values are stored in, on a CPU float32, float16 or bfloat16; auto is float16 for quantized weights on a CPU and
+        what the model computes in for others. With `deterministic` a row's bits depend on nothing but the row.
+        `trim=False` keeps masked pages in attention calls.
+        `tensor_parallel` splits every layer over so many processes, each with a share of weights and pages: on a CPU
+        all on this machine, with CUDA each on a device of its own.
+        `snapshots` is where durable snapshots are: a folder, or an fsspec URL such as s3://bucket/folder, that engines
+        of one model may share. It is trusted like the weights.
         `runner` computes batches in place of the model (headway.testing).
         `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
         """
-        _check_flags(deterministic=deterministic, trim=trim)
+        deterministic, trim = check_flag(deterministic, "deterministic"), check_flag(trim, "trim")
         count = pick_threads(threads)
         page_size = check_integer(page_size, "page_size", 1, 1024)
         fraction = check_fraction(memory_fraction)
         self._max_grammar_seconds = _check_seconds(max_grammar_seconds)
-        loaded = self._model = LoadedModel(model, dtype=dtype, device=device, quantize=quantize)
-        budget, mixed = _budgets(max_batch_tokens, loaded.device)
+        self._snapshot_folder = snapshot_folder(snapshots)
+        ranks = check_integer(tensor_parallel, "tensor_parallel", 1, MAX_RANKS)
+        if ranks > 1 and (runner is not None or isinstance(model, Backend)):
+            raise Unsupported("tensor_parallel is for engines with a runner of their own; this one was given another")
+        loaded = self._model = EngineModel(model, dtype=dtype, device=device, quantize=quantize, tensor_parallel=ranks)
+        budget, mixed = row_budgets(max_batch_tokens, loaded.device)
+        step_time = step_target(step_ms, paced=loaded.device.type == "cpu" and runner is None)
         fraction = memory_share(memory, fraction, loaded.device)
         sizing = PoolSize.begin(loaded.device, pages=pages, fraction=fraction, page_size=page_size, rows=budget)
         loaded.load(threads=count, has_runner=runner is not None, progress=progress)
-        _use_threads(loaded.backend, count)
+        try:
+            self._open(
+                count, sizing, runner, kv_dtype=kv_dtype, deterministic=deterministic, trim=trim,
+                budget=budget, mixed=mixed, step_time=step_time,
+            )  # fmt: skip
+        except BaseException:
+            loaded.close()
+            raise
+        with _engines_lock:
+            _engines.add(self)
+
+    def _open(
+        self,
+        count: int,
+        sizing: PoolSize,
+        runner: Runner | None,
+        *,
+        kv_dtype: str,
+        deterministic: bool,
+        trim: bool,
+        budget: int,
+        mixed: int,
+        step_time: StepTime | None,
+    ) -> None:
+        """Take the memory of the pages, and start the loop."""
+        loaded, page_size = self._model, sizing.page_size
+        loaded.backend.use_threads(count)
         decoder = loaded.backend.decoder
         self.config: ModelConfig = loaded.config
         self._kv_dtype = loaded.backend.kv_dtype(kv_dtype)
 
+        same = decoder if loaded.backend.ranks is None else loaded.backend
+
         def small(few: int) -> Engine:
             return Engine(
-                decoder, threads=count, page_size=page_size, pages=few, max_batch_tokens=budget,
+                same, threads=count, page_size=page_size, pages=few, max_batch_tokens=budget,
                 kv_dtype=kv_dtype, deterministic=deterministic, trim=trim,
             )  # fmt: skip
 
         with running_out(decoder.device, "trying out the largest step"):
             trial, more = small if runner is None else None, loaded.backend.reference_bytes
             total, self._pool_reason = sizing.pick(
-                decoder, kv_dtype=self._kv_dtype, in_memory=loaded.in_memory, small=trial, more=more
-            )
+                decoder, kv_dtype=self._kv_dtype, in_memory=loaded.in_memory, small=trial, more=more,
+                config=loaded.config if decoder.device.type == "cpu" else None,
+            )  # fmt: skip
         self._page_size, self._threads, self.deterministic = page_size, count, deterministic
-        self._allocator = Allocator(total)
+        self._allocator, self._states = Allocator(total), self._new_states(total)
         self._weights_lock = threading.Lock()  # one change of weights or memory at a time
         self._pool: Pool | None = self._new_pool()
-        self._profiler = Profiler(_synchronizer(decoder.device), str(decoder.device))
+        self._profiler = Profiler(synchronizer(decoder.device), str(decoder.device))
         self._runner_is_given = runner is not None
         if runner is None:
             runner = self._new_runner()
@@ -139,16 +184,18 @@ class Engine:
             self._allocator,
             budget=budget,
             mixed_budget=mixed,
+            step_time=step_time,
             trim=trim,
             positions=any(window is not None for window in self.config.windows),
-            on_idle=partial(_when_idle, weakref.ref(self)),
-            on_start=partial(_use_threads, loaded.backend, count),
+            states=self._states,
+            on_idle=partial(give_back_when_idle, weakref.ref(self)),
+            on_start=partial(loaded.backend.use_threads, count),
         )
-        weakref.finalize(self, self._loop.close)  # when the engine is garbage, or still open as Python exits
+        weakref.finalize(self, _end, self._loop, loaded)  # when it is garbage, or still open at exit
+        if loaded.backend.ranks is not None:
+            loaded.backend.ranks.tell(partial(_lose, weakref.ref(self._loop)))
         self._adapters = LoadedAdapters(self.config, partial(_upload, self._loop, decoder.device))
-        self._snapshots = Snapshots(self, settings().cache / "snapshots")
-        with _engines_lock:
-            _engines.add(self)
+        self._snapshots = Snapshots(self, self._snapshot_folder)
 
     def __repr__(self) -> str:
         decoder, allocator = self._backend.decoder, self._allocator
@@ -193,7 +240,7 @@ class Engine:
             raise InvalidInput(f"deadline is {short_repr(deadline)}; it must be a number of seconds above 0")
         with self._lock:
             self._loop.check_open()
-            table = PageTable(self._allocator, self._page_size, salt)
+            table = PageTable(self._allocator, self._page_size, salt, self._states)
             table.bid = checked_bid(priority)
             if token_budget is not None:
                 table.token_budget = check_integer(token_budget, "token_budget", 1, 1 << 40)
@@ -201,7 +248,7 @@ class Engine:
                 table.deadline = time.monotonic() + deadline
             return Context(self, table, seed)
 
-    @cached_property
+    @property
     def cache(self) -> PrefixCache:
         """The prefix cache: counts, pins, clearing."""
         return PrefixCache(self)
@@ -233,6 +280,10 @@ class Engine:
         return self._snapshots.delete(name)
 
     # -- adapters --------------------------------------------------------------------------------------------------
+
+    def _mix(self, adapter: AdapterArgument | None) -> AdapterMix | None:
+        """The argument `adapter=`, read and loaded."""
+        return mix_of(self, adapter)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Load a LoRA adapter now, to stay until `unload_adapter`. A pass that names one loads it by itself."""
@@ -299,7 +350,10 @@ class Engine:
     @property
     def capabilities(self) -> Capabilities:
         """What computes this model, and what can be done with it; the rest is refused where it is asked for."""
-        return Capabilities.of(self.config, runner=self._backend.name, reason=self._backend.reason)
+        backend = self._backend
+        return Capabilities.of(
+            self.config, runner=backend.name, reason=backend.reason, tensor_parallel=backend.tensor_parallel
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -328,6 +382,8 @@ class Engine:
         again wait in host memory. Passes that are queued wait; new ones are refused.
         """
         self._check_own_runner("sleep")
+        if self._backend.ranks is not None and self._backend.decoder.device.type == "cuda":
+            raise Unsupported("sleep is not supported with tensor_parallel on CUDA devices; close the engine")
         with self._weights_lock:
             sleep(self)
 
@@ -345,11 +401,20 @@ class Engine:
         if self._runner_is_given:
             raise Unsupported(f"{verb} is for engines with a runner of their own; this one was given another")
 
+    def _new_states(self, pages: int) -> States | None:
+        """The places for recurrent state, where the model has such layers: they take no more memory than the pages."""
+        config, size = self.config, self._page_size * self.config.kv_values_per_token * STORED[self._kv_dtype].itemsize
+        if not config.recurrent_layers:
+            return None
+        every = pages_between(config.state_values * STATE_WIDTH, size)
+        return States(max(LEAST_PLACES, pages // every), every)
+
     def _new_pool(self) -> Pool:
         """The KV cache in memory, all zeros."""
         decoder, total = self._backend.decoder, self._allocator.total
         with running_out(decoder.device, f"making {total} pages"):
-            return self._backend.new_pool(pages=total, page_size=self._page_size, dtype=self._kv_dtype)
+            places = 0 if self._states is None else self._states.total
+            return self._backend.new_pool(pages=total, page_size=self._page_size, dtype=self._kv_dtype, places=places)
 
     def _new_runner(self) -> Runner:
         """What computes, over the weights and pages that there are."""
@@ -361,6 +426,11 @@ class Engine:
     @property
     def decoder(self) -> Decoder | QuantizedDecoder:
         """The loaded model; another `Engine` of it shares its weights."""
+        if self._backend.ranks is not None:
+            raise Unsupported(
+                f"this engine's process has a share of the model: tensor_parallel is {self._backend.tensor_parallel}; "
+                "give another engine the model's name"
+            )
         return self._model.decoder
 
     @property
@@ -375,28 +445,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Pages now, and steps and tokens so far."""
-        adapters, adapter_bytes = self._adapters.figures()
-        with self._lock:
-            self._loop.drain()
-            done = self._loop.counters
-            return EngineStats(
-                pages_total=self._allocator.total,
-                pages_free=self._allocator.free,
-                pages_cached=self._allocator.cached,
-                pages_held=self._allocator.held,
-                pages_trimmed=done.pages_trimmed,
-                steps=done.steps,
-                passes=done.passes,
-                tokens=done.tokens,
-                batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
-                queued=self._loop.waiting(),
-                cache_hits=self._loop.kv_cache.hits,
-                preemptions=self._loop.kv_cache.preemptions,
-                drafted=done.drafted,
-                accepted=done.accepted,
-                adapters=adapters,
-                adapter_bytes=adapter_bytes,
-            )
+        return engine_stats(self)
 
     def page_map(self) -> PageMap:
         """The state of every page: free, cached, or held by contexts."""
@@ -412,6 +461,7 @@ class Engine:
 
         Each step is a sample, or with automatic=False all steps until `disable_profiling()` returns them as one.
         """
+        check_flag(automatic, "automatic")
         with self._lock:
             self._profiler.enabled, self._profiler.automatic = True, automatic
 
@@ -442,44 +492,25 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Cancel waiting passes, let the running step end, stop the worker."""
+        """Cancel waiting passes, let the running step end, stop worker and ranks. Contexts saved in memory are gone."""
         self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._snapshots.forget_all()
+        self._model.close()
 
 
-def _budgets(max_batch_tokens: int | None, device: AnyDevice) -> tuple[int, int]:
-    """Rows of a step at most, and of one with decode rows."""
-    if max_batch_tokens is not None:
-        check_integer(max_batch_tokens, "max_batch_tokens", 1, 1 << 20)
-        return max_batch_tokens, max_batch_tokens
-    return (CUDA_STEP_TOKENS, CUDA_MIXED_TOKENS) if device.type == "cuda" else (STEP_TOKENS, STEP_TOKENS)
+def _end(loop: Loop, model: EngineModel) -> None:
+    loop.close()
+    model.close()
 
 
-def _when_idle(engine: weakref.ref[Engine]) -> bool:
-    """Give memory of cached pages back to the system, a share at a time; whether there is more. The lock is held."""
-    one = engine()
-    if one is None or one._pool is None or one._backend.decoder.device.type != "cpu":
-        return False
-    size = one._pool.nbytes // (one._allocator.total + 1)
-    pages = one._allocator.shrink(IDLE_CACHE // size, max(1, IDLE_SHARE // size))
-    one._pool.give_back(pages)
-    return bool(pages)
+def _lose(loop: weakref.ref[Loop], error: RankLost) -> None:
+    """The ranks have ended before their time, and with them the engine."""
+    if (one := loop()) is not None:
+        one.lose(error)
 
 
 def _upload(loop: Loop, device: AnyDevice, adapter: BoundAdapter) -> DeviceWeights:
     """An adapter's weights on the device."""
-    if adapter.head is not None and device.type == "cuda":
-        raise Unsupported(
-            f"the adapter {adapter.name!r} has LoRA of the output matrix (lm_head), which is computed on a CPU only; "
-            "merge it into the weights"
-        )
     with running_out(device, f"loading the adapter {adapter.name!r}"):
         return loop.load_adapter(adapter)
 
@@ -490,30 +521,8 @@ def engines() -> list[Engine]:
         return list(_engines)
 
 
-def _check_flags(**flags: bool) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise WrongType(f"{name} is {short_repr(value)}; it must be True or False")
-
-
 def _check_seconds(value: float) -> float:
     seconds = check_number(value, "max_grammar_seconds")
     if seconds <= 0:
         raise InvalidInput(f"max_grammar_seconds is {short_repr(value)}; it must be a number greater than 0")
     return seconds
-
-
-def _use_threads(backend: Backend, count: int) -> None:
-    """Set the threads of torch, where it computes."""
-    if backend.thread_pool is None:
-        import torch
-
-        torch.set_num_threads(count)
-
-
-def _synchronizer(device: AnyDevice) -> Callable[[], None]:
-    if device.type != "cuda":
-        return lambda: None
-    import torch
-
-    return partial(torch.cuda.synchronize, str(device))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator
-from types import TracebackType
-from typing import Self
 
 from headway.base.checks import check_integer
+from headway.base.closing import Closing
 from headway.base.events import StepEvent
 from headway.runtime.loop import Loop
 
 POLL = 0.25  # seconds between looks at whether the stream was closed
 
 
-class EventStream:
+class EventStream(Closing):
     """Step events as they happen; a reader more than `limit` events late loses the oldest (`lost` counts them)."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
@@ -25,6 +24,10 @@ class EventStream:
         self.lost = 0
         with loop.lock:
             loop.listeners.append(self._receive)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<EventStream: {self._events.qsize()} events waiting, {self.lost} lost, {state}>"
 
     def _receive(self, event: StepEvent) -> None:
         """Called by the worker, the only thread that puts events."""
@@ -57,11 +60,3 @@ class EventStream:
         with self._loop.lock:
             if self._receive in self._loop.listeners:
                 self._loop.listeners.remove(self._receive)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.base.dataclass import dataclass
+
+if TYPE_CHECKING:
+    from headway.program.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class EngineInfo:
     runner: str = "torch"  # what computes: torch, or the native step and its instruction set
     format: str = ""  # how the weights are kept
     stored: str = ""  # the float type of the file's matrices; empty if they are quantized, of several types or no file
+    tensor_parallel: int = 1  # ranks that each compute a share of it
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,35 @@ class EngineStats:
     accepted: int
     adapters: int  # loaded now
     adapter_bytes: int  # on the device
+
+
+def engine_stats(engine: Engine) -> EngineStats:
+    """An engine's counters now."""
+    adapters, adapter_bytes = engine._adapters.figures()
+    with engine._lock:
+        engine._loop.drain()
+        done = engine._loop.counters
+        return EngineStats(
+            pages_total=engine._allocator.total,
+            pages_free=engine._allocator.free,
+            pages_cached=engine._allocator.cached,
+            pages_held=engine._allocator.held,
+            pages_trimmed=done.pages_trimmed,
+            steps=done.steps,
+            passes=done.passes,
+            tokens=done.tokens,
+            batch_size_mean=done.batch_passes / done.steps if done.steps else 0.0,
+            queued=engine._loop.waiting(),
+            cache_hits=engine._loop.kv_cache.hits,
+            preemptions=engine._loop.kv_cache.preemptions,
+            drafted=done.drafted,
+            accepted=done.accepted,
+            adapters=adapters,
+            adapter_bytes=adapter_bytes,
+        )
+
+
+def page_keys(engine: Engine) -> list[bytes]:
+    """The keys of the pages that an engine's prefix cache can find now."""
+    with engine._lock:
+        return engine._allocator.keys()

@@ -1,46 +1,42 @@
-"""The forward pass: a builder that ends in a frozen Pass, and the execution that brings its output back."""
+"""The forward pass: a builder that ends in a frozen Pass."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headway.base.adapters import AdapterMix, LoadedWeights
-from headway.base.brle import Brle
-from headway.base.checks import check_number
+from headway.base.dataclass import dataclass
 from headway.base.errors import (
     Closed,
-    DeadlineExceeded,
     InvalidInput,
     InvalidMask,
     OutOfRange,
     PassFailed,
-    Unsupported,
     WrongType,
 )
-from headway.base.masks import Mask, check_rows, logit_mask
-from headway.base.probes import Probe
 from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampler, Sampling, bias_array
+from headway.base.specs.adapters import AdapterMix, LoadedWeights
+from headway.base.specs.brle import Brle
+from headway.base.specs.masks import Mask, check_rows, logit_mask
+from headway.base.specs.probes import Probe
+from headway.base.specs.samplers import Sampler, Sampling, bias_array
 from headway.base.text import short_repr
 from headway.models.adapters.adapter import Adapter
 from headway.program.adapters import use_of
-from headway.program.checks import check_reread, check_windows
-from headway.program.ids import check_position, integers, position_ids, token_ids
+from headway.program.checks.ids import check_position, integers, position_ids, token_ids
+from headway.program.checks.passes import check_recurrent, check_reread, check_windows
+from headway.program.checks.readouts import check_probe, checked_sample
+from headway.program.execution import Execution
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.program.readout_checks import check_probe, checked_sample
 from headway.program.view import ContextView
 from headway.runtime.job import Job
-from headway.runtime.passes import BEFORE, AsyncLogitMask, Feed, Pass, PassResult, Readout
+from headway.runtime.passes import BEFORE, AsyncLogitMask, Feed, Pass, Readout
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -255,9 +251,10 @@ class Forward:
     def output(self) -> Output:
         """The results of a pass that was executed and has ended; for whoever did not execute it."""
         job = self._job
-        if job is None or not job.outcome.done() or job.abandoned:
+        result = job.outcome.result() if job is not None and job.outcome.done() else None  # raises why it failed
+        if job is None or result is None or job.abandoned:
             raise Closed("this pass has no results; execute it, and await the execution")
-        return Output(self, job.outcome.result())
+        return Output(self, result)
 
     def _check_open(self) -> None:
         if self._executed:
@@ -272,10 +269,20 @@ class Forward:
         positions, mix = self._place(view.next_position, pending), self._mix
         if self._uses:
             mix = AdapterMix.of([*(() if mix is None else mix.uses), *self._uses])
+        masks = self._bind(view, positions)
+        check_recurrent(
+            context.engine.config,
+            masks,
+            positions,
+            view.positions,
+            next_position=view.next_position,
+            causal=self._causal,
+            pending=pending - self._raw_pending,
+        )
         return Pass(
             tokens=tuple(tokens),
             positions=positions,
-            masks=self._bind(view, positions),
+            masks=masks,
             readouts=self._readouts(context, view, tokens),
             pending=pending,
             causal=self._causal,
@@ -334,23 +341,24 @@ class Forward:
         for row in {r for given in (*self._logit_masks, *self._biases) for r in given.rows or ()}:
             self._check_row(row, view)
         draws: Counter[int] = Counter()
-        seed = None
+        fresh: int | None = None
         readouts = []
-        for ask in self._asks:
-            row = self._row(ask, context, view)
-            allowed = self._allowed(row - len(view.pending))
-            if not isinstance(ask.what, Sampling):
-                readouts.append(Readout(row, ask.what, allowed=allowed, async_mask=self._async_mask))
+        for ask in self._asks:  # one for each draft of a round: what few passes have comes last
+            row, what = self._row(ask, context, view), ask.what
+            allowed = self._allowed(row - len(view.pending)) if self._logit_masks else None
+            if not isinstance(what, Sampling):
+                readouts.append(Readout(row, what, allowed=allowed, async_mask=self._async_mask))
                 continue
-            own = ask.what.seed if ask.what.seed is not None else context.seed
+            own = what.seed if what.seed is not None else context.seed
             if own is None:
-                own = seed = seed if seed is not None else fresh_seed()
-            seen, counts = self._history(ask, view, tokens, row)
-            by_rows = ask.what.penalizes and ask.history is None
-            own_count = by_rows and ask.generated is None
-            mask, ordinal, bias = self._async_mask, draws[row], self._bias(row - len(view.pending))
-            drawn = Readout(row, ask.what, allowed, own, ordinal, seen, counts, by_rows, own_count, mask, bias)
-            _check_some_left(drawn)
+                own = fresh = fresh if fresh is not None else fresh_seed()
+            drawn = Readout(row, what, allowed, own, draws[row], async_mask=self._async_mask)
+            if what.penalizes:
+                drawn = self._counting(drawn, ask, view, tokens)
+            if self._biases:
+                drawn = replace(drawn, bias=self._bias(row - len(view.pending)))
+            if drawn.is_biased:
+                _check_some_left(drawn)
             readouts.append(drawn)
             draws[row] += 1
         return tuple(readouts)
@@ -371,18 +379,18 @@ class Forward:
             span = f"{low} to {n - 1}" if low <= n - 1 else "none: the context is empty and the pass has no input"
             raise OutOfRange(f"row {index} is out of range; this pass has {n} rows, indices {span}")
 
-    def _history(
-        self, ask: _Ask, view: ContextView, tokens: list[int], row: int
-    ) -> tuple[tuple[int, ...], dict[int, int]]:
-        """The ids that penalties count: those given, or the context's tokens up to the row."""
-        assert isinstance(ask.what, Sampling)
-        if not ask.what.penalizes:
-            return (), {}
-        past = ask.history
-        if past is None:
-            past = (*view.tokens, *tokens[: row + 1])  # counted again once fed tokens are known
+    def _counting(self, drawn: Readout, ask: _Ask, view: ContextView, tokens: list[int]) -> Readout:
+        """The draw with the ids that penalties count: those given, or the context's tokens up to its row."""
+        by_rows = ask.history is None
+        past = (*view.tokens, *tokens[: drawn.row + 1]) if ask.history is None else ask.history
         counted = past if ask.generated is None else ask.generated
-        return tuple(sorted({*past, *counted})), dict(Counter(counted))
+        return replace(
+            drawn,
+            seen=tuple(sorted({*past, *counted})),
+            generated=dict(Counter(counted)),
+            seen_by_rows=by_rows,  # counted again once fed tokens are known
+            generated_by_rows=by_rows and ask.generated is None,
+        )
 
     def _allowed(self, row: int) -> np.ndarray | None:
         """The logit masks of a row, ANDed."""
@@ -411,89 +419,6 @@ def _check_some_left(readout: Readout) -> None:
         left = bias > -np.inf if readout.allowed is None else readout.allowed & (bias > -np.inf)
         if not left.any():
             raise InvalidMask("the bias is -inf for every token that the logit masks allow; leave at least one")
-
-
-class Execution(Generic[Result]):
-    """A submitted pass: await it for its output, or call `result()` from a thread without an event loop."""
-
-    def __init__(self, job: Job, context: Context, finish: Callable[[PassResult], Result]) -> None:
-        self._job, self._context, self._finish = job, context, finish
-        self._delivered_before = self._cancelled = False
-
-    def __repr__(self) -> str:
-        outcome = self._job.outcome
-        cancelled = outcome.cancelled() or self._is_undone
-        return f"<Execution: {'cancelled' if cancelled else 'done' if outcome.done() else 'running'}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise Unsupported("a submitted pass cannot be pickled or copied; await it and keep its output")
-
-    def __await__(self) -> Generator[Any, None, Result]:
-        job, loop = self._job, asyncio.get_running_loop()
-        waiter = loop.create_future()
-        job.waiters.append((loop, waiter))  # first: the worker resolves the outcome before it wakes waiters
-        try:
-            if not job.outcome.done():
-                yield from waiter
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        if job.outcome.cancelled() or self._is_undone:
-            raise asyncio.CancelledError
-        return self._delivered(job.outcome.result())
-
-    def result(self, timeout: float | None = None) -> Result:
-        """Wait in this thread; a pass that does not end in time (seconds) is undone."""
-        seconds = None if timeout is None else check_number(timeout, "timeout")
-        if seconds is not None and seconds < 0:
-            raise InvalidInput(
-                f"timeout is {timeout}; it must be a number of seconds of at least 0, or None to wait for the end"
-            )
-        try:
-            limit = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
-            return self._delivered(self._job.outcome.result(limit))
-        except BaseException as error:
-            if self._job.outcome.done():
-                raise
-            self.cancel()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"the pass did not end within {timeout} seconds and was undone; give it more, or None to wait"
-                ) from None
-            raise
-
-    async def wait(self) -> None:
-        """Wait for its end without taking the result: until somebody does, `cancel` undoes the pass."""
-        job, loop = self._job, asyncio.get_running_loop()
-        waiter = loop.create_future()
-        job.waiters.append((loop, waiter))
-        if not job.outcome.done():
-            await waiter
-
-    def done(self) -> bool:
-        """Whether there is a result, or an error."""
-        return self._job.outcome.done()
-
-    def cancel(self) -> None:
-        """Undo the pass."""
-        self._cancelled = True
-        self._context.engine._loop.abandon(self._job)
-
-    @property
-    def _is_undone(self) -> bool:
-        """Whether it was cancelled here after its end, and undone: its outcome still has the result."""
-        return self._cancelled and self._job.abandoned
-
-    def _delivered(self, result: PassResult) -> Result:
-        if self._is_undone:
-            raise CancelledError
-        if self._job.abandoned:
-            raise Closed("this pass was undone, because the one whose token it takes was cancelled")
-        self._job.settle()
-        if not self._delivered_before:
-            self._delivered_before = True
-            self._context.cached_tokens += result.stats.cache_hits * self._context.page_size
-        return self._finish(result)
 
 
 def _values(source: Job) -> Mapping[int, object]:

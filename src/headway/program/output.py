@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
-from headway.base.probes import (
+from headway.base.specs.probes import (
     AttentionScores,
     Distribution,
     Entropy,
@@ -24,7 +24,7 @@ from headway.runtime.passes import PassResult, PassStats
 if TYPE_CHECKING:
     import numpy as np
 else:
-    from headway.base.lazy_numpy import np
+    from headway.base.system.lazy_numpy import np
 
 P_co = TypeVar("P_co", bound=Probe, covariant=True)
 

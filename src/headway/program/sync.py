@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headway.base.checks import check_flag
+from headway.base.closing import Closing
 from headway.base.config import settings
+from headway.base.dataclass import dataclass
 from headway.base.errors import Closed, ContextLengthExceeded, InvalidInput, WrongType
-from headway.base.probes import Hidden, Logits
-from headway.base.samplers import Argmax, Sampler, Sampling
+from headway.base.specs.probes import Hidden, Logits
+from headway.base.specs.samplers import Argmax, Sampler, Sampling
 from headway.base.text import short_repr
+from headway.program.checks.ids import integers, token_ids
 from headway.program.context import Context
 from headway.program.engine import Engine
-from headway.program.ids import integers, token_ids
-from headway.program.loaded_model import EngineInfo
+from headway.program.model.loaded import EngineInfo
 from headway.runtime.profile import Profile
 from headway.runtime.validate import Diagnostic, Trace, compare
 
@@ -64,7 +66,7 @@ class SamplingParams:
 
 
 @dataclass(eq=False)
-class DecodeState:
+class DecodeState(Closing):
     """The state of one request: its position and what it generated. Close it when done; it cannot be used after."""
 
     generated_tokens: list[int] = field(default_factory=list)
@@ -73,6 +75,8 @@ class DecodeState:
     context: Context | None = field(default=None, repr=False)
     mirror: Context | None = field(default=None, repr=False)
     closed: bool = False
+    _greedy: tuple[object, int] | None = field(default=None, repr=False)  # the likeliest token, and of what
+    _asks_greedy: bool = field(default=False, repr=False)  # then a step draws it too, in the same pass
 
     @property
     def position(self) -> int:
@@ -87,16 +91,8 @@ class DecodeState:
                 context.release()
         self.context = self.mirror = None
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class InferenceEngine:
+class InferenceEngine(Closing):
     """One model, driven token by token from one thread."""
 
     def __init__(self, model: str | Path | Decoder | QuantizedDecoder | Engine, **options: Any) -> None:
@@ -117,7 +113,8 @@ class InferenceEngine:
 
     def decode_step(self, state: DecodeState, token: int, collect_output: bool = False) -> None:
         """Run one token through all layers. With collect_output each layer's output is left in state.layer_outputs."""
-        self._step(state, self._ids(state, [token]), collect=collect_output)
+        collect = check_flag(collect_output, "collect_output")
+        self._step(state, self._ids(state, [token]), collect=collect)
         state.generated_tokens.append(int(token))
 
     def prefill_batched(self, state: DecodeState, tokens: Iterable[int], *, validate: bool = False) -> None:
@@ -127,7 +124,7 @@ class InferenceEngine:
         beyond tolerance ValidationFailed names the first differing layer and the state is as it was.
         HEADWAY_BATCHED_PREFILL=off takes the serial path instead.
         """
-        mode = "validate" if validate else settings().batched_prefill
+        mode = "validate" if check_flag(validate, "validate") else settings().batched_prefill
         ids = self._ids(state, tokens)
         if not ids:
             return
@@ -155,7 +152,14 @@ class InferenceEngine:
 
     def _step(self, state: DecodeState, ids: list[int], *, collect: bool = False) -> None:
         context = self._context(state)
-        trace = self._run(context, ids, traced=collect or self._mirror is not None)
+        traced = collect or self._mirror is not None
+        if state._asks_greedy and not traced:
+            forward = context.forward().input(ids)
+            handle = forward.sample([-1], Argmax())
+            token = forward.execute().result().token(handle)
+            trace, state._greedy = None, (self._computed(context), token)
+        else:
+            trace = self._run(context, ids, traced=traced)
         if self._mirror is not None and trace is not None:
             self._diagnose(state, ids, trace)
         if collect and trace is not None:
@@ -209,7 +213,17 @@ class InferenceEngine:
 
     def sample_greedy(self, state: DecodeState | None = None) -> int:
         """The likeliest next token of a state (by default the one stepped last). Moves one integer."""
-        return self._draw(self._stepped(state), Argmax(), ())
+        state = self._stepped(state)
+        known, state._asks_greedy = state._greedy, True
+        if known is None or known[0] != self._computed(self._context(state)):
+            token = self._draw(state, Argmax(), ())
+            known = state._greedy = self._computed(self._context(state)), token
+        return known[1]
+
+    def _computed(self, context: Context) -> object:
+        """What is computed, by which weights: equal while nothing about it has changed."""
+        with self.engine._lock:
+            return context._table.stamp, id(self.engine._backend.decoder), len(context.pending)
 
     def sample(self, state: DecodeState, params: SamplingParams, random: int | np.random.Generator) -> int:
         """The next token under params: greedy when nothing else is active. `random` is a seed or a numpy Generator."""
@@ -303,14 +317,6 @@ class InferenceEngine:
         for engine in (self._mirror, self.engine if self._owned else None):
             if engine is not None:
                 engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- checking --------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ A value, created under the engine's lock: it owns nothing, changes nothing and r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
-from headway.base.brle import Brle
+from headway.base.dataclass import dataclass
+from headway.base.specs.brle import Brle
 from headway.kv.table import PageTable
 from headway.runtime.job import Job
 

@@ -7,25 +7,30 @@ generation runs ahead is taken back first, as in process.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-from headway.base.checks import check_integer, check_text
-from headway.base.errors import Closed, HeadwayError, InvalidInput, Unsupported, WrongType
-from headway.base.generation import PARAMETERS, parameters_of, unknown_parameter
-from headway.base.masks import Mask
-from headway.base.samplers import Sampler
+from headway.base.checks import check_integer, check_snapshot_name, check_text
+from headway.base.errors import Closed, ContextBusy, HeadwayError, InvalidInput, Unsupported, WrongType
+from headway.base.specs.generation import PARAMETERS, parameters_of, unknown_parameter
+from headway.base.specs.masks import Mask
+from headway.base.specs.samplers import Sampler
 from headway.base.text import short_repr
-from headway.program.ids import integers, token_ids
-from headway.program.page_map import ContextPage
-from headway.remote.connection import Connection
-from headway.remote.forward import RemoteExecution, RemoteForward, adapter_list
-from headway.remote.generation import RemoteGeneration, RemoteGenerations, generate
+from headway.program.chat.limits import ChatLimits, Choice
+from headway.program.checks.ids import integers, token_ids
+from headway.program.kv_cache.page_map import ContextPage
+from headway.remote.chat import RemoteChatReply
+from headway.remote.connection.threaded import Connection
+from headway.remote.forward import RemoteForward, Submitted, adapter_list
+from headway.remote.generation.generator import RemoteGeneration
+from headway.remote.generation.options import generate
+from headway.remote.generation.sequences import RemoteGenerations
+from headway.remote.protocol.values import mask_json
 from headway.remote.rules import bound_mask
-from headway.remote.values import mask_json
 
 if TYPE_CHECKING:
+    from headway.program.chat.messages import Messages
     from headway.remote.engine import RemoteEngine
 
 OPTIONS = {parameter.name for parameter in parameters_of("generate")}
@@ -35,13 +40,15 @@ RULE_MARGIN = 64  # rows beyond max_tokens for which a rule is computed: a chat'
 class RemoteContext:
     """One sequence's state, on a server. Verbs are synchronous; only passes are awaited."""
 
-    def __init__(self, engine: RemoteEngine, number: int) -> None:
+    def __init__(self, engine: RemoteEngine, number: int, *, lent: bool = False) -> None:
         self.engine, self._number = engine, number
         self._connection: Connection = engine._connection
         self._generations: weakref.WeakSet[RemoteGeneration] = weakref.WeakSet()
-        self._executions: set[RemoteExecution] = set()  # in flight
+        self._submitted: list[Submitted] = []  # passes that may be in flight
         self._released = False
         self._finalizer = weakref.finalize(self, _release_later, self._connection, number)
+        if lent:  # the server releases it
+            self._finalizer.detach()
 
     def __repr__(self) -> str:
         if self._released:
@@ -87,6 +94,16 @@ class RemoteContext:
         return tuple(self._ask("tokens"))
 
     @property
+    def text_start(self) -> int:
+        """Where the text begins that a generation continues: at the message after a cue, else at the first token."""
+        return self._ask("state")["text_start"]
+
+    @property
+    def text_before(self) -> tuple[int, ...]:
+        """The tokens of the text that a generation continues."""
+        return self.tokens[self.text_start :]
+
+    @property
     def page_size(self) -> int:
         """Slots in a page."""
         return self.engine.page_size
@@ -104,7 +121,7 @@ class RemoteContext:
             self._ask("fill", text=check_text(text_or_ids, "the text"), special=special)
             return self
         ids = token_ids(text_or_ids, self.engine.vocab_size)
-        if self._executions:  # the server says that it is busy, if it still is
+        if self._in_flight():  # the server says that it is busy, if it still is
             self._ask("fill", text=ids, special=False)
         else:
             self._tell("fill", text=ids, special=False)
@@ -155,10 +172,17 @@ class RemoteContext:
         mask = attention_mask if attention_mask is None or isinstance(attention_mask, Mask) else None
         if attention_mask is not None and mask is None:
             mask = Mask.from_runs(attention_mask)  # type: ignore[arg-type]
-        given = None if mask is None else self._mask_json(mask)
-        await self.engine._ask(
-            "context.flush", context=self._number, attention_mask=given, adapter=adapter_list(adapter)
-        )
+        given: dict[str, Any] = {
+            "attention_mask": None if mask is None else self._mask_json(mask),
+            "adapter": adapter_list(adapter),
+        }
+        number = self.engine._new_number()
+        request, mailbox = self._connection.ask("context.flush", context=self._number, number=number, **given)
+        submitted = Submitted(self._connection, number, request, mailbox)
+        self._began(submitted)
+        await submitted.wait()
+        submitted.value()
+        submitted.is_taken = True
 
     def generate(self, sampler: Sampler | None = None, **options: Any) -> RemoteGeneration | RemoteGenerations:
         """Many passes: an async iterator of steps; `await gen.text()` collects. Options are those of `Context`.
@@ -172,9 +196,32 @@ class RemoteContext:
         self._settle()
         return generate(self, sampler, options)
 
-    def chat(self, *args: Any, **options: Any) -> NoReturn:
-        """Refused: replies with tools run in the engine's process."""
-        raise Unsupported("chat is for programs in the engine's process; use user(...), generate and seal()")
+    def chat(
+        self,
+        messages: Messages = None,
+        sampler: Sampler | None = None,
+        *,
+        tools: Iterable[Callable[..., Any] | Mapping[str, Any]] | None = None,
+        tool_choice: Choice = "auto",
+        tool_format: str | None = None,
+        on_error: Literal["tell", "raise"] = "tell",
+        stop: str | Iterable[str | int] = (),
+        max_tokens: int = 512,
+        max_rounds: int = 8,
+        tool_timeout: float | None = 30.0,
+        timeout: float | None = None,
+        adapter: Any = None,
+    ) -> RemoteChatReply:
+        """Append messages and get the reply: an async iterator of parts; `await reply.text()` collects the answer.
+
+        The arguments are those of `Context.chat`. Tools run here, in the thread that awaits the reply.
+        """
+        self._check_open()
+        limits = ChatLimits(max_tokens, max_rounds, tool_timeout, timeout)
+        options: dict[str, Any] = {"tools": tools, "tool_choice": tool_choice, "tool_format": tool_format}
+        return RemoteChatReply(
+            self, messages, sampler, limits, **options, on_error=on_error, stop=stop, adapter=adapter
+        )
 
     def execute(self, work: Any) -> NoReturn:
         """Refused: passes by hand belong to the engine's process."""
@@ -211,7 +258,7 @@ class RemoteContext:
 
     def save(self, name: str, *, durable: bool = False) -> None:
         """Keep this context on the server under a name, pending tokens included; `engine.open(name)` gives forks."""
-        self._ask("save", name=name, durable=durable)
+        self._ask("save", name=check_snapshot_name(name), durable=durable)
 
     def inner(self) -> RemotePages:
         """The raw page operations."""
@@ -260,11 +307,19 @@ class RemoteContext:
             if generation is not but:
                 generation._settle()
 
-    def _began(self, execution: RemoteExecution) -> None:
-        self._executions.add(execution)
+    def _check_idle(self, but: Submitted | None) -> None:
+        """Raise unless a pass may be submitted: none is in flight, or the last of them feeds it."""
+        self._check_open()
+        fed = 0 if but is None else but.number  # its reply may come before those of the passes that fed it
+        if (running := self._in_flight()) and running[-1].number > fed:
+            raise ContextBusy("this context has a pass in flight; await it before changing or forking the context")
 
-    def _ended(self, execution: RemoteExecution) -> None:
-        self._executions.discard(execution)
+    def _in_flight(self) -> list[Submitted]:
+        self._submitted = [each for each in self._submitted if not each.done()]
+        return self._submitted
+
+    def _began(self, submitted: Submitted) -> None:
+        self._submitted = [*self._in_flight(), submitted]
 
     def _check_open(self) -> None:
         self.engine._check_open()
@@ -280,6 +335,7 @@ class RemotePages:
 
     @property
     def page_size(self) -> int:
+        """Slots in a page."""
         return self._context.page_size
 
     @property
@@ -294,6 +350,7 @@ class RemotePages:
 
     @property
     def working_page_count(self) -> int:
+        """Pages that are not committed."""
         return self._ask("state")["working"]
 
     @property

@@ -6,36 +6,30 @@ context raises when the pass is awaited.
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from headway.base.brle import Brle
 from headway.base.checks import check_number
 from headway.base.errors import (
     Closed,
-    ConnectionFailed,
-    DeadlineExceeded,
     InvalidInput,
     InvalidMask,
     PassFailed,
     Unsupported,
     WrongType,
 )
-from headway.base.lazy_numpy import has_numpy
-from headway.base.masks import Mask, logit_mask
-from headway.base.probes import Probe
-from headway.base.samplers import Sampler, bias_array
+from headway.base.specs.brle import Brle
+from headway.base.specs.masks import Mask, logit_mask
+from headway.base.specs.probes import Probe
+from headway.base.specs.samplers import Sampler, bias_array
+from headway.base.system.lazy_numpy import has_numpy
 from headway.base.text import short_repr
-from headway.program.ids import integers, position_ids, token_ids
+from headway.program.checks.ids import integers, position_ids, token_ids
+from headway.program.checks.readouts import check_probe, checked_sample
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.program.readout_checks import check_probe, checked_sample
-from headway.remote.connection import Lost
-from headway.remote.mailbox import Mailbox
+from headway.remote.execution import RemoteExecution, Submitted
+from headway.remote.protocol.values import mask_json, pass_stats_of, spec_json, value_of
 from headway.remote.rules import bound_mask
-from headway.remote.values import mask_json, pass_stats_of, spec_json, value_of
 from headway.runtime.passes import PassResult
 
 if TYPE_CHECKING:
@@ -52,10 +46,11 @@ class RemoteForward:
         self._operations: list[list[Any]] = []
         self._positions: list[int | None] = []  # of the rows; None: the next one
         self._asks: list[Probe | int] = list(asks)  # a probe, or how many tokens are sampled
+        self._sources: set[RemoteForward] = set()  # the passes whose tokens are fed to this one
         self._mask: Mask | None = None
         self._causal = True
         self._executed = False
-        self._execution: RemoteExecution | None = None
+        self._submitted: Submitted | None = None
         self._result: PassResult | None = None
         self._number = 0
 
@@ -93,10 +88,11 @@ class RemoteForward:
         assert isinstance(source, RemoteForward)
         if source._context is not self._context:
             raise InvalidInput("this handle belongs to a pass over another context; feed its token after reading it")
-        if source._execution is None:
+        if source._submitted is None:
             raise InvalidInput("this handle's pass was not executed yet; call execute() on it first")
-        if source._execution.failed:
+        if source._submitted.failed:
             raise PassFailed("the pass whose token is fed failed or was cancelled, so there is no token")
+        self._sources.add(source)
         if source._result is not None:  # its tokens are known
             return self.input([int(v) for v in source._result.values[handle.first : handle.first + handle.count]])  # type: ignore[call-overload]
         self._operations.append(["feed", source._number, source._ask_at(handle.first)])
@@ -149,6 +145,11 @@ class RemoteForward:
         self._operations.append(["adapter", *adapter_pair((adapter, scale))])
         return self
 
+    def _under(self, mix: list[Any] | None) -> RemoteForward:
+        """Compute this pass under adapters that were read before."""
+        self._operations += [["adapter", name, scale] for name, scale in mix or ()]
+        return self
+
     def defer_commit(self) -> RemoteForward:
         """Leave full pages working after the pass; commit them with `ctx.inner().commit_working_pages`."""
         self._check_open()
@@ -192,19 +193,30 @@ class RemoteForward:
     def execute(self) -> RemoteExecution:
         """Send the pass now; await the execution for its `Output`. On any error the context is as it was."""
         self._check_open()
-        operations = self.taken()
-        context = self._context
+        context, source = self._context, self._source()
+        context._check_idle(source)
+        operations = self._taken()
         context._settle()
         self._number = context.engine._new_number()
         extra: dict[str, Any] = {} if self._prepared is None else {"prepared": self._prepared}
         request, mailbox = context._connection.ask(
             "pass.execute", context=context._number, number=self._number, operations=operations, **extra
         )
-        self._execution = RemoteExecution(self, request, mailbox)
-        context._began(self._execution)
-        return self._execution
+        self._submitted = Submitted(context._connection, self._number, request, mailbox)
+        if source is not None:
+            source.fed.append(self._submitted)
+        context._began(self._submitted)
+        return RemoteExecution(self, self._submitted)
 
-    def taken(self) -> list[Any]:
+    def _source(self) -> Submitted | None:
+        """The pass that feeds this one."""
+        if len(self._sources) > 1:
+            raise InvalidInput(
+                "the handles fed to this pass belong to several passes; only the one before it can feed it"
+            )
+        return next(iter(self._sources))._submitted if self._sources else None
+
+    def _taken(self) -> list[Any]:
         """The operations, to be sent; the builder is closed then."""
         mask = [] if self._mask is None else [["attention_mask", self._mask_json(self._mask), self._causal]]
         self._executed = True
@@ -227,109 +239,31 @@ class RemoteForward:
     @property
     def output(self) -> Output:
         """The results of a pass that was executed and has ended; for whoever did not execute it."""
-        if self._result is None and self._execution is not None and self._execution.done():
-            self._execution.result()
-        if self._result is None:
+        if self._result is None and (
+            self._submitted is None or not self._submitted.done() or self._submitted.cancelled
+        ):
             raise Closed("this pass has no results; execute it, and await the execution")
+        return self._delivered()
+
+    def _delivered(self) -> Output:
+        """The output of a pass that has ended."""
+        if self._result is None:
+            assert self._submitted is not None
+            self._read(self._submitted.value())
+            self._submitted.is_taken = True
+        assert self._result is not None
         return Output(self, self._result)
 
-    def _read(self, reply: dict[str, Any]) -> Output:
-        """The output of the server's reply."""
+    def _read(self, reply: dict[str, Any]) -> None:
+        """Keep what the server has read."""
         values: list[Any] = []
         for ask, value in zip(self._asks, reply["values"], strict=True):
             values += value if isinstance(ask, int) else [value_of(ask, value)]
         self._result = PassResult(tuple(values), pass_stats_of(reply["stats"]))
-        return Output(self, self._result)
 
     def _check_open(self) -> None:
         if self._executed:
             raise Closed("this pass was executed before; build a new one with ctx.forward()")
-
-
-class RemoteExecution:
-    """A pass on its way: await it for its output, or call `result()` from a thread without an event loop."""
-
-    def __init__(self, forward: RemoteForward, request: int, mailbox: Mailbox) -> None:
-        self._forward, self._request, self._mailbox = forward, request, mailbox
-        self._reply: Any = None
-        self._cancelled = False
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<Execution: {'cancelled' if self._cancelled else 'done' if self.done() else 'running'}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise Unsupported("a submitted pass cannot be pickled or copied; await it and keep its output")
-
-    def __await__(self) -> Generator[Any, None, Output]:
-        try:
-            if not self.done():
-                yield from self._wait().__await__()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        if self._cancelled:
-            raise asyncio.CancelledError
-        return self._delivered()
-
-    async def _wait(self) -> None:
-        while self._reply is None:
-            self._note(await self._mailbox.next())
-
-    def result(self, timeout: float | None = None) -> Output:
-        """Wait in this thread; a pass that does not end in time (seconds) is undone."""
-        seconds = None if timeout is None else check_number(timeout, "timeout")
-        if seconds is not None and seconds < 0:
-            raise InvalidInput(
-                f"timeout is {timeout}; it must be a number of seconds of at least 0, or None to wait for the end"
-            )
-        try:
-            if not self._cancelled and self._reply is None:
-                self._note(self._mailbox.get(seconds))
-        except BaseException as error:
-            self.cancel()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"the pass did not end within {timeout} seconds and was undone; give it more, or None to wait"
-                ) from None
-            raise
-        if self._cancelled:
-            raise CancelledError
-        return self._delivered()
-
-    def _note(self, message: Any) -> None:
-        with self._lock:
-            self._reply = self._reply or message
-        self._mailbox.put(message)  # for others who wait
-        self._forward._context._ended(self)
-
-    def done(self) -> bool:
-        """Whether there is a result, or an error."""
-        if self._reply is None and (message := self._mailbox.peek()) is not None:
-            self._note(message)
-        return self._cancelled or self._reply is not None
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended without a result."""
-        return self._cancelled or (self.done() and (isinstance(self._reply, Lost) or "error" in self._reply))
-
-    def cancel(self) -> None:
-        """Undo the pass."""
-        if self._forward._result is None and not self.failed:
-            self._cancelled = True
-            context = self._forward._context
-            context._connection.forget(self._request)
-            context._ended(self)
-            try:
-                context._connection.tell("pass.cancel", number=self._forward._number)
-            except ConnectionFailed:
-                return
-
-    def _delivered(self) -> Output:
-        if self._forward._result is not None:
-            return Output(self._forward, self._forward._result)
-        return self._forward._read(self._forward._context._connection.value(self._reply))
 
 
 def adapter_pair(given: Any) -> list[Any]:
@@ -347,7 +281,9 @@ def adapter_list(given: Any) -> list[Any] | None:
     """The argument `adapter=`: a name, a pair with its scale, or a list of these."""
     if given is None:
         return None
-    return [adapter_pair(one) for one in given] if isinstance(given, list) else [adapter_pair(given)]
+    if not isinstance(given, list):
+        return [adapter_pair(given)]
+    return [adapter_pair(tuple(one) if isinstance(one, list) else one) for one in given]
 
 
 def allowed_tokens(vocab: int, runs: Any, allow: Any, forbid: Any) -> Brle:

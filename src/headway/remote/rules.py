@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput
-from headway.base.mask_rules import Function, RowPlace, attended, leaves
-from headway.base.masks import Mask
-from headway.remote.values import mask_json
+from headway.base.specs.mask_rules import Function, RowPlace, attended, leaves
+from headway.base.specs.masks import Mask
+from headway.remote.protocol.values import mask_json
 
 if TYPE_CHECKING:
     import numpy as np
 else:
-    from headway.base.lazy_numpy import np
+    from headway.base.system.lazy_numpy import np
 
 MOST_BITS = 1 << 27  # rows × slots that are computed ahead
 
@@ -30,11 +30,11 @@ def bound_mask(mask: Mask, positions: Sequence[int], first: int, rows: int, tota
         )
     at = np.asarray(positions, np.int64)
     places = [_place(row, rows, first, at, total) for row in range(rows)]
-    found: dict[int, list[Any]] = {}
+    by_length: dict[int, list[Any]] = {}
     for leaf in leaves(mask.tree):
-        if isinstance(leaf, Function) and id(leaf.fn) not in found:
-            found[id(leaf.fn)] = [[int(at[place.slot]), list(attended(leaf, place).runs)] for place in places]
-    return mask_json(mask, found)
+        if isinstance(leaf, Function) and id(leaf.fn) not in by_length:
+            by_length[id(leaf.fn)] = [[int(at[place.slot]), list(attended(leaf, place).runs)] for place in places]
+    return mask_json(mask, by_length)
 
 
 def _place(row: int, rows: int, first: int, at: np.ndarray, total: int | None) -> RowPlace:

@@ -7,20 +7,40 @@ two steps, so it only puts chunks side by side: tokens that the last step sample
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from headway.base.adapters import AdapterMix, Mixes
-from headway.base.brle import Brle
-from headway.base.probes import AttentionScores, Hidden, LogitLens, Probe
-from headway.base.samplers import Sampling
+from headway.base.dataclass import dataclass
+from headway.base.specs.adapters import AdapterMix, Mixes
+from headway.base.specs.brle import Brle
+from headway.base.specs.probes import AttentionScores, Hidden, LogitLens, Probe
+from headway.base.specs.samplers import Sampling
+from headway.kv.states import StateCheckpoint
 from headway.kv.table import PageTable
 from headway.runtime.passes import BEFORE, Pass, Readout
 
 NO_POSITIONS = np.empty(0, dtype=np.int64)
+
+
+class SegmentStates(NamedTuple):
+    """Where the recurrent state of a segment's rows comes from and goes to, as places of the state pool.
+
+    `saves` has (rows, place): after the first `rows` rows of the segment the state is kept there. The last one is after
+    all rows.
+    """
+
+    source: int
+    saves: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChunkStates:
+    """The same as checkpoints: `saves` has (tokens of the pass, checkpoint), ascending."""
+
+    source: StateCheckpoint
+    saves: tuple[tuple[int, StateCheckpoint], ...]
 
 
 class Segment(NamedTuple):
@@ -44,6 +64,7 @@ class Segment(NamedTuple):
     before_position: int  # of the token before the pass; -1 when there is none
     adapters: Mixes | None = None  # what each row is computed under; None: no row has an adapter
     before_adapter: AdapterMix | None = None  # what the token before the pass was computed under
+    states: SegmentStates | None = None  # of a model with recurrent layers
 
     def mix_of(self, row: int) -> AdapterMix | None:
         """What a row of the batch, or the token before the pass, is computed under."""
@@ -71,6 +92,7 @@ class DecodeRows:
     readouts: tuple[Readout, ...]
     seeds: np.ndarray  # of the readouts, uint64
     adapters: Mixes | None = None  # as in Segment
+    states: np.ndarray | None = None  # [N, 2] places of the recurrent state before and after each row, if there is one
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -129,8 +151,9 @@ class Chunk:
 
     All but the tokens of `work` is known before the pass that samples them ends; `work` is replaced when they come.
     `table_pages` [P] is its whole table, 0 where a page was discarded; `pages` are those that attention reads and
-    `numbers` their place. With `reread` the token before the pass is a row of its own, ahead of the others. `asked` has
-    (index in the pass, row of the chunk or BEFORE) for every readout.
+    `numbers` their place. With `reread` the token before the pass is a row of its own, ahead of the others. `rows_read`
+    has (index in the pass, row of the chunk or BEFORE) for every readout. The first `unwritten` tokens have their keys
+    and values already: they are computed again for the recurrent state alone, which `states` says when a step has it.
     """
 
     work: Pass
@@ -144,9 +167,11 @@ class Chunk:
     pages: np.ndarray
     numbers: np.ndarray
     masks: tuple[Brle | None, ...]
-    asked: tuple[tuple[int, int], ...]
+    rows_read: tuple[tuple[int, int], ...]
     before_position: int
     adapters: Mixes | None
+    unwritten: int = 0
+    states: ChunkStates | None = None
 
     @property
     def is_last(self) -> bool:
@@ -163,10 +188,13 @@ def lay_out(
     part: tuple[int, int],
     kept: frozenset[int] | None,
     before_position: int,
+    written_from: int = 0,
 ) -> Chunk:
-    """Tokens (start, stop) of a pass on these pages. `kept` has the numbers that attention needs, None for all."""
+    """Tokens (start, stop) of a pass on these pages. `kept` has the numbers that attention needs, None for all; slots
+    before `written_from` have their keys and values."""
     start, stop = part
-    reread = start == 0 and _rereads(work, table)
+    reread = start == 0 and rereads(work, table)
+    unwritten = max(0, min(stop, written_from - base) - start)
     end = base + (stop if work.causal else len(work.tokens))
     seen, numbers = _seen(pages[: -(-end // table.page_size)], table, None if reread else kept)
     masks = (None,) * (stop - start) if work.masks is None else work.masks[start:stop]
@@ -178,13 +206,14 @@ def lay_out(
         start=start,
         stop=stop,
         reread=reread,
-        write_slots=_physical(pages, table.page_size, base + start, base + stop),
+        write_slots=_physical(pages, table.page_size, base + start + unwritten, base + stop),
         pages=seen,
         numbers=numbers,
         masks=(table.masks[-1], *masks) if reread else masks,
-        asked=_asked(work, start, stop, reread),
+        rows_read=_rows_read(work, start, stop, reread),
         before_position=before_position,
         adapters=_adapters(work, table, start, stop, reread),
+        unwritten=unwritten,
     )
 
 
@@ -203,7 +232,7 @@ def pack(chunks: Sequence[Chunk], decode: DecodeRows | None = None, *, positions
             tokens.append(table.tokens[-1])
             at.append(table.positions[-1])
             slots.append(chunk.base - 1)
-        write_rows += range(len(tokens), len(tokens) + stop - start)
+        write_rows += range(len(tokens) + chunk.unwritten, len(tokens) + stop - start)
         write_slots += chunk.write_slots
         tokens += work.tokens[start:stop]
         at += work.positions[start:stop]
@@ -248,7 +277,7 @@ def needed_of(masks: Sequence[Brle], begin: int, end: int, size: int) -> frozens
     return frozenset(needed)
 
 
-def _rereads(work: Pass, table: PageTable) -> bool:
+def rereads(work: Pass, table: PageTable) -> bool:
     """Whether the token before the pass must be computed again (without writing) to be read."""
     for readout in work.readouts:
         if readout.row == BEFORE and (table.state is None or not reads_final_state(readout.what)):
@@ -279,23 +308,31 @@ def _segment(chunk: Chunk, first: int, slots: np.ndarray, positions: bool) -> Se
         numbers=chunk.numbers,
         masks=chunk.masks,
         slot_positions=_positions(chunk) if positions else NO_POSITIONS,
-        readouts=tuple([(i, BEFORE if row == BEFORE else first + row, readouts[i]) for i, row in chunk.asked]),
+        readouts=tuple([(i, BEFORE if row == BEFORE else first + row, readouts[i]) for i, row in chunk.rows_read]),
         keep_last=chunk.is_last and chunk.stop > chunk.start,
         kept=chunk.table.state,
         before_position=chunk.before_position,
         adapters=chunk.adapters,
         before_adapter=chunk.table.adapters[-1] if chunk.table.length else None,
+        states=None if chunk.states is None else _places(chunk.states, chunk.start - chunk.reread),
     )
+
+
+def _places(states: ChunkStates, first: int) -> SegmentStates:
+    """The places of a chunk's states; `first` is the token of its first row."""
+    return SegmentStates(states.source.place, tuple([(stop - first, save.place) for stop, save in states.saves]))
 
 
 def _seen(pages: np.ndarray, table: PageTable, kept: frozenset[int] | None) -> tuple[np.ndarray, np.ndarray]:
     """The pages that attention reads among these, and their numbers."""
     if kept is None and not table.has_discards:
         return pages, _first(len(pages))
-    numbers = np.flatnonzero(pages)
-    if kept is not None:
-        numbers = numbers[[n in kept for n in numbers.tolist()]]
-    return pages[numbers], numbers
+    if kept is None:
+        numbers = np.flatnonzero(pages)
+        return pages[numbers], numbers
+    numbers = np.array(sorted([n for n in kept if n < len(pages)]), dtype=np.int64)  # few of many: no look at the rest
+    seen = pages[numbers]
+    return (seen[seen > 0], numbers[seen > 0]) if table.has_discards else (seen, numbers)
 
 
 @lru_cache(maxsize=1024)
@@ -304,17 +341,17 @@ def _first(count: int) -> np.ndarray:
     return np.arange(count)
 
 
-def _asked(work: Pass, start: int, stop: int, reread: bool) -> tuple[tuple[int, int], ...]:
+def _rows_read(work: Pass, start: int, stop: int, reread: bool) -> tuple[tuple[int, int], ...]:
     """The readouts of a chunk's rows, with where they stand among them."""
     at = (1 if reread else 0) - start
-    found = []
+    rows = []
     for index, readout in enumerate(work.readouts):
         row = readout.row
         if start <= row < stop:
-            found.append((index, row + at))
+            rows.append((index, row + at))
         elif row == BEFORE and start == 0:
-            found.append((index, 0 if reread else BEFORE))
-    return tuple(found)
+            rows.append((index, 0 if reread else BEFORE))
+    return tuple(rows)
 
 
 def _positions(chunk: Chunk) -> np.ndarray:

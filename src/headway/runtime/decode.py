@@ -7,12 +7,13 @@ the context in between sees what the program has taken: the rest is cut off agai
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from headway.base.adapters import AdapterMix
-from headway.base.brle import Brle
-from headway.base.masks import Mask
+from headway.base.dataclass import dataclass
+from headway.base.specs.adapters import AdapterMix
+from headway.base.specs.brle import Brle
+from headway.base.specs.masks import Mask
 from headway.kv.table import Mark, PageTable
 from headway.runtime.passes import ConstraintCursor, DecodeMask, Pass, Readout
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 from headway.base.checks import check_integer
-from headway.base.device import CPU, AnyDevice, Device
 from headway.base.errors import InvalidInput, Unsupported
-from headway.base.extras import has_torch, need_torch
-from headway.base.machine import read_machine
+from headway.base.system.device import CPU, AnyDevice, Device
+from headway.base.system.extras import has_torch, need_torch
+from headway.base.system.machine import read_machine
 from headway.base.text import short_repr
 
 DTYPES = {
@@ -91,3 +92,12 @@ def pick_threads(threads: int | None) -> int:
     if threads is None:
         return read_machine().fair_threads
     return check_integer(threads, "threads", 1, 1024)
+
+
+def synchronizer(device: AnyDevice) -> Callable[[], None]:
+    """What waits until a device has done everything; on a CPU nothing has to be waited for."""
+    if device.type != "cuda":
+        return lambda: None
+    import torch
+
+    return partial(torch.cuda.synchronize, str(device))

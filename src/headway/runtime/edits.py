@@ -7,9 +7,10 @@ no edit reads a page that a later one may have written already: edits are done i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from headway.base.errors import HeadwayError, PassFailed
+from headway.base.dataclass import dataclass
+from headway.base.errors import HeadwayError, PassFailed, RankLost
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, HostPages, Import
 
 
@@ -60,6 +61,8 @@ def carry_out(edits: Sequence[Edit], do: Callable[[tuple[Edit, ...]], None]) -> 
             try:
                 do(run)
                 continue
+            except RankLost:
+                raise
             except Exception:
                 pass  # which of them it was shows below
         for edit in run:
@@ -74,6 +77,8 @@ def carry_out(edits: Sequence[Edit], do: Callable[[tuple[Edit, ...]], None]) -> 
 def _attempt(edit: Edit, do: Callable[[tuple[Edit, ...]], None]) -> HeadwayError | None:
     try:
         do((edit,))
+    except RankLost:
+        raise
     except Exception as e:
         return PassFailed(f"the device failed while preparing pages ({type(edit).__name__.lower()}): {e}")
     return None

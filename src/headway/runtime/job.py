@@ -5,13 +5,16 @@ Mutable bookkeeping under the engine's lock. The scheduler alone moves a job on;
 
 from __future__ import annotations
 
+import time
 from asyncio import AbstractEventLoop
 from asyncio import Future as AsyncFuture
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
+from headway.kv.states import StateCheckpoint
 from headway.kv.table import Mark, PageTable
 from headway.runtime.batch import Chunk
 from headway.runtime.decode import Decode
@@ -56,6 +59,11 @@ class Job:
     replay: Pass | None = None
     replay_pages: list[int] = field(default_factory=list)
     replayed: int = 0
+    replay_from: int = 0  # where the replay began
+    written_from: int = 0  # slots before it have their keys and values: the replay computes their state alone
+    state: StateCheckpoint | None = None  # the recurrent state that its next rows start from, pinned
+    row_states: list[StateCheckpoint] = field(default_factory=list)  # of decode rows in flight, to write, pinned
+    saved: list[StateCheckpoint] = field(default_factory=list)  # of its own slots so far, for the table
     keys: list[bytes] = field(default_factory=list)  # of the pass's whole pages, if they can be cached
     hits: int = 0  # pages found in the prefix cache
     kept_pages: frozenset[int] | None = None  # page numbers that attention needs; None: all
@@ -70,6 +78,7 @@ class Job:
     steps: int = 0
     batch_size: int = 0
     pages_trimmed: int = 0  # left out of attention
+    began: float = 0.0  # when it was first chosen for a step
     ended: float = 0.0
     decode: Decode | None = None
     resting: bool = False  # a decoding sequence whose buffer is full, or that is over
@@ -108,7 +117,8 @@ class Job:
     @property
     def has_progress(self) -> bool:
         """Whether preempting it would lose tokens that it has computed and nobody else can use yet."""
-        return self.started and not self.decodes and (self.done > self.hits * self.table.page_size or self.replayed > 0)
+        done = self.done > self.hits * self.table.page_size or self.replayed > self.replay_from
+        return self.started and not self.decodes and done
 
     def result(self) -> PassResult:
         """Its values and statistics, once it has succeeded."""
@@ -128,13 +138,14 @@ class Job:
     def choose(self) -> None:
         """It is part of the next step."""
         self.running = True
+        self.began = self.began or time.perf_counter()
         self.waited_before, self.waited = self.waited_before + self.waited, 0
 
     def reset(self) -> None:
         """Back to the start. Only `KVCache.give_back` calls this, after it has freed what the job held."""
-        self.done = self.replayed = self.hits = 0
-        self.started, self.replay, self.chunk = False, None, None
-        self.pages, self.replay_pages, self.keys = [], [], []
+        self.done = self.replayed = self.replay_from = self.written_from = self.hits = 0
+        self.started, self.replay, self.chunk, self.state = False, None, None, None
+        self.pages, self.replay_pages, self.keys, self.row_states, self.saved = [], [], [], [], []
         self.values.clear()
 
 

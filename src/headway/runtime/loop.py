@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from headway.base.errors import Closed, HeadwayError, OutOfPages, PassFailed, TokenBudgetExceeded
+from headway.base.errors import Closed, HeadwayError, RankLost
 from headway.base.events import StepEvent
-from headway.base.log import log_event
-from headway.base.samplers import UNDECIDED
+from headway.base.specs.samplers import UNDECIDED
+from headway.base.system.log import log_event
 from headway.kv.allocator import Allocator, Edit
+from headway.kv.states import States
 from headway.kv.table import PageTable
 from headway.models.adapters.bound import BoundAdapter
 from headway.runtime.adapters import DeviceWeights
@@ -31,40 +30,22 @@ from headway.runtime.decode import Decode
 from headway.runtime.edits import carry_out
 from headway.runtime.job import Job, Queue
 from headway.runtime.memory import step_error
-from headway.runtime.notifier import Notifier
 from headway.runtime.outcome import resolve, wake_all
 from headway.runtime.passes import Pass
-from headway.runtime.runners.base import InFlight, NoRunner, Runner, SegmentResult, StepResult
+from headway.runtime.runners.base import NoRunner, Runner, SegmentResult, StepResult
+from headway.runtime.scheduler.admission import check_admission
+from headway.runtime.scheduler.job_states import JobStates
 from headway.runtime.scheduler.kv_cache import KVCache
-from headway.runtime.scheduler.plan import Scheduler, StepPlan, late
+from headway.runtime.scheduler.plan import Scheduler
+from headway.runtime.scheduler.step_plan import StepPlan
+from headway.runtime.scheduler.step_time import StepTime
 from headway.runtime.step_costs import StepCosts
+from headway.runtime.worker.gathering import Gathering
+from headway.runtime.worker.in_flight import Failed, Started
+from headway.runtime.worker.notifier import Notifier
+from headway.runtime.worker.switch_interval import SwitchInterval
 
-GATHER = 0.02  # seconds at most to wait for programs to come back after a step, and never longer than the step took
-GATHER_SHARE = 0.1  # of the step's own time: if nobody comes back for that long, the others are busy elsewhere
 IDLE_SECONDS = 30.0  # without work until memory goes back to the system
-SWITCH_INTERVAL = 0.00005  # seconds that a program may keep the interpreter while a step is in flight
-
-
-@dataclass(eq=False)
-class Started:
-    """A step in flight."""
-
-    plan: StepPlan
-    step: InFlight
-    began: float
-
-
-class Failed:
-    """A step that could not begin, or whose rows could not be sampled."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def masks(self, masks: object) -> None:
-        """There is nothing to sample."""
-
-    def result(self) -> StepResult:
-        raise self._error
 
 
 class Loop:
@@ -79,17 +60,26 @@ class Loop:
         mixed_budget: int,
         trim: bool,
         positions: bool = True,
+        step_time: StepTime | None = None,
+        states: States | None = None,
         on_start: Callable[[], None] = lambda: None,
         on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self.lock = threading.RLock()
-        self.kv_cache = KVCache(allocator)
+        self.kv_cache = KVCache(allocator, None if states is None else JobStates(states))
         self.listeners: list[Callable[[StepEvent], None]] = []
         self._changed = threading.Condition(self.lock)
         self._runner, self._allocator, self._trim = runner, allocator, trim
         self._queue = Queue()
         self._scheduler = Scheduler(
-            self._queue, self.kv_cache, runner, budget, mixed_budget, trim=trim, positions=positions
+            self._queue,
+            self.kv_cache,
+            runner,
+            budget,
+            mixed_budget,
+            trim=trim,
+            positions=positions,
+            step_time=step_time,
         )
         self.counters = self._scheduler.counters
         self.step_costs = StepCosts()
@@ -99,14 +89,15 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()  # device work that is not a pass
         self._in_flight: Started | None = None
         self._computing = False  # the device is at work, so that passes are prepared as they arrive
-        self._window, self._gap, self._returning = 0.0, 0.0, 0
+        self._gathering = Gathering()
         self._closing = self._paused = self._one_by_one = False
         self._suspended = False  # there are no pages: nothing may run
         self._asleep = False  # it waits for any work, not for programs to come back
         self._since: float | None = None  # when the worker began its current step
         self._died: BaseException | None = None
+        self._lost: RankLost | None = None  # what the worker stops for, wherever it is
         self._on_start, self._on_idle = on_start, on_idle
-        self._interval: float | None = None  # Python's own switch interval, while it is ours
+        self._switch_interval = SwitchInterval()
         self._notifier = Notifier()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
         self._thread.start()
@@ -132,7 +123,7 @@ class Loop:
             self._check_awake()
             self.drain()
             base = table.length if after is None else after.base + len(after.work.tokens)
-            self._check_size(table, base, len(work.tokens))
+            check_admission(table, base, len(work.tokens), pages=self._allocator.total)
             job = Job(work, table, base, next(self._orders), time.perf_counter(), after)
             job.on_success, job.on_undo = on_success, on_undo
             if after is not None:
@@ -143,7 +134,7 @@ class Loop:
             if self._computing:
                 self._scheduler.prepare(job)
             # While the worker waits for many it looks by itself: waking it for each would take longer than the pass.
-            if self._asleep or len(self._queue) >= self._returning:
+            if self._asleep or self._gathering.is_complete(len(self._queue)):
                 self._changed.notify_all()
         return job
 
@@ -167,25 +158,6 @@ class Loop:
         if token is not None and job.decode.wake(job):
             self._changed.notify_all()
         return token
-
-    def _check_size(self, table: PageTable, base: int, tokens: int) -> None:
-        gone = table.pages.count(None) if table.has_discards else 0
-        need = max(len(table.pages), -(-(base + tokens) // table.page_size)) - gone
-        if need > self._allocator.total:
-            raise OutOfPages(
-                f"this pass needs {need} pages of {table.page_size} slots; the pool has {self._allocator.total}; "
-                "shorten it, or create the engine with a larger pages="
-            )
-        in_flight = base - table.length
-        if table.token_budget is not None and tokens > table.token_budget - in_flight:
-            raise TokenBudgetExceeded(
-                f"this pass has {tokens} tokens and the context may compute {table.token_budget - in_flight} more; "
-                "give it a larger token_budget="
-            )
-        if time.monotonic() > table.deadline:
-            raise late()
-        if table.lost is not None:
-            raise PassFailed(f"this context's pages are lost; release it and create a new one: {table.lost}")
 
     def abandon(self, job: Job, error: HeadwayError | None = None) -> None:
         """Cancel a pass: it leaves the queue now, and what it did is undone.
@@ -288,7 +260,7 @@ class Loop:
 
     def check_open(self) -> None:
         if self._died is not None:
-            raise Closed(f"the engine's worker stopped after an internal error: {self._died!r}") from self._died
+            raise _stopped(self._died) from self._died
         if self._closing:
             raise Closed("the engine is closed; create a new one")
         if not self._thread.is_alive():
@@ -296,6 +268,12 @@ class Loop:
                 "a forked child has its parent's engine and none of the threads that run it; "
                 'create the engine in the child, or start the child with "spawn"'
             )
+
+    def lose(self, error: RankLost) -> None:
+        """What computes is gone: the worker stops, with this error for everybody who waits. From any thread."""
+        with self.lock:
+            self._lost = error
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Cancel what waits, let the running step end, stop the worker."""
@@ -374,6 +352,8 @@ class Loop:
             elif not self._ready():
                 self._deliver(now=True)
                 self._wait()
+            if self._lost is not None and not self._closing:
+                raise self._lost
             calls = [] if self._in_flight is not None else list(self._calls)
             if calls:
                 self._calls.clear()
@@ -408,13 +388,13 @@ class Loop:
             started, self._in_flight = self._in_flight, None
             self._apply(started)
         self._computing = self._in_flight is not None
-        self._tune_interpreter()
+        self._switch_interval.set(in_flight=self._computing)
         if self._runner.overlaps:
             self._deliver(now=self._in_flight is None)
 
     def _must_finish(self, started: Started) -> bool:
         """Whether nothing may begin before this step is applied."""
-        return isinstance(started.step, Failed) or bool(self._calls) or self._closing
+        return started.has_failed or bool(self._calls) or self._closing
 
     def _begin(self, plan: StepPlan | None, edits: tuple[Edit, ...], before: Started | None) -> Started | None:
         """Edit pages, and set the device to work on a plan.
@@ -433,6 +413,8 @@ class Loop:
             return None
         try:
             return Started(plan, self._runner.begin(plan.batch), began)
+        except RankLost:
+            raise
         except Exception as error:
             return Started(plan, Failed(error), began)
 
@@ -444,6 +426,8 @@ class Loop:
             masks = self._scheduler.masks(started.plan)
         try:
             started.step.masks(masks)
+        except RankLost:
+            raise
         except Exception as error:
             started.step = Failed(error)
 
@@ -452,6 +436,8 @@ class Loop:
         plan = started.plan
         try:
             result = started.step.result()
+        except RankLost:
+            raise
         except Exception as error:
             result = self._recompute(plan, error)
         now = time.perf_counter()
@@ -459,10 +445,10 @@ class Loop:
         self._applied = now
         with self.lock:
             self.step_costs.note(plan.batch.rows, alone)
+            self._scheduler.took(plan, alone)
             self._scheduler.apply(plan, result, None if self._in_flight is None else self._in_flight.plan)
-            self._window = time.perf_counter() + min(GATHER, seconds)
-            self._gap = min(GATHER, seconds * GATHER_SHARE)
-            self._returning = 0 if plan.decode_jobs else sum(job.decode is None for job, _ in self._scheduler.outbox)
+            returning = 0 if plan.decode_jobs else sum(job.decode is None for job, _ in self._scheduler.outbox)
+            self._gathering.begin(returning, seconds)
             if self.listeners:
                 self._tell_listeners(plan, seconds)
 
@@ -492,6 +478,8 @@ class Loop:
         try:
             (result,) = self._runner.begin(batch).result().segments
             return result
+        except RankLost:
+            raise
         except Exception as error:
             return step_error(error)
 
@@ -503,33 +491,19 @@ class Loop:
         for call in calls:
             call()
 
-    def _tune_interpreter(self) -> None:
-        """The device must not wait for the worker while programs take tokens; else they may queue many passes first."""
-        if (self._in_flight is None) == (self._interval is None):
-            return
-        if self._interval is None:
-            self._interval = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._interval, SWITCH_INTERVAL))
-        else:
-            sys.setswitchinterval(self._interval)
-            self._interval = None
-
     # -- waiting and telling ---------------------------------------------------------------------------------------
 
     def _ready(self) -> bool:
         """Whether a step can be planned without the programs that have yet to receive their results."""
         self.drain()
         queued = sum(job.after is None and not job.resting for job in self._queue)
-        ready = queued > 0 and queued >= self._returning and not self._suspended
-        return bool(self._calls or self._closing) or ready
+        ready = queued > 0 and self._gathering.is_complete(queued) and not self._suspended
+        return bool(self._calls or self._closing or self._lost) or ready
 
     def _wait(self) -> None:
-        """Wait for work, and a moment for programs that have just got a result to come back with their next pass.
-
-        They are many and take turns, so the moment lasts while they keep coming; see GATHER.
-        """
+        """Wait for work, and a moment for programs that have just got a result to come back with their next pass."""
         idle_at, more = time.monotonic() + IDLE_SECONDS, False
-        while not (self._has_work() or self._calls or self._closing):
+        while not (self._has_work() or self._calls or self._closing or self._lost):
             self._asleep, self._since = True, None
             self._changed.wait(timeout=0.02 if more else 1.0)
             self.drain()
@@ -540,14 +514,14 @@ class Loop:
             elif not (more := self._on_idle()):
                 idle_at = math.inf
         self._asleep, self._since = False, time.monotonic()
-        while len(self._queue) < self._returning and not (self._closing or self._calls):
+        while not (self._gathering.is_complete(len(self._queue)) or self._closing or self._calls):
             before = len(self._queue)
-            if time.perf_counter() > self._window:
+            if self._gathering.is_late:
                 break
-            if not self._changed.wait(self._gap) and len(self._queue) == before:
+            if not self._changed.wait(self._gathering.gap) and len(self._queue) == before:
                 break
         self.drain()
-        self._returning = 0
+        self._gathering.end()
 
     def _has_work(self) -> bool:
         return not self._suspended and any(not job.resting for job in self._queue)
@@ -600,8 +574,15 @@ class Loop:
             for job in list(self._queue):
                 self._queue.remove(job)
             calls = list(self._calls)
-        stopped = Closed(f"the engine's worker stopped after an internal error: {error!r}")
+        stopped = _stopped(error)
         self._scheduler.outbox += [(job, stopped) for job in waiting]
         self._deliver(now=True)
         for call in calls:
             call()
+
+
+def _stopped(error: BaseException) -> Closed:
+    """What whoever asks is told when the worker has stopped."""
+    if isinstance(error, RankLost):
+        return RankLost(str(error))
+    return Closed(f"the engine's worker stopped after an internal error: {error!r}")

@@ -12,12 +12,12 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from headway.base.checks import check_integer
-from headway.base.device import CPU, AnyDevice, Device
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError, InvalidInput, OutOfMemory, OutOfPages, PassFailed
-from headway.base.machine import read_machine
+from headway.base.system.device import CPU, AnyDevice, Device
+from headway.base.system.machine import read_machine
 from headway.base.text import format_bytes, short_repr
 
 SEQUENCES = 32  # sequences of full length that the automatic pool can hold
@@ -108,7 +108,7 @@ class Wish:
 def pick_pages(pages: int | None, wish: Wish, budget: MemoryBudget) -> int:
     """How many pages the pool has: as asked, or as many as fit and make sense."""
     if pages is not None:
-        return _as_asked(pages, wish.page, budget)
+        return _requested(pages, wish.page, budget)
     if budget.fraction is None:
         fitting = int(budget.free * SHARE) // wish.page
         if fitting < 1:
@@ -129,9 +129,9 @@ def _modest(wish: Wish, budget: MemoryBudget) -> int:
     return max(budget.total // ROOM // wish.page, wish.one)
 
 
-def reason(pages: int, asked: int | None, wish: Wish, budget: MemoryBudget) -> str:
+def reason(pages: int, requested: int | None, wish: Wish, budget: MemoryBudget) -> str:
     """Why the pool has this many pages, in words."""
-    if asked is not None:
+    if requested is not None:
         return "as many pages as were asked for"
     if pages == wish.most:
         return f"{SEQUENCES} sequences of full length"
@@ -169,7 +169,7 @@ def _bytes(amount: int | str) -> int:
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
-def _as_asked(pages: int, page: int, budget: MemoryBudget) -> int:
+def _requested(pages: int, page: int, budget: MemoryBudget) -> int:
     pages = check_integer(pages, "pages", 1)
     if pages * page > budget.free:
         raise OutOfPages(
@@ -225,7 +225,7 @@ def _of_device(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return any(said in str(error) for said in OF_DEVICE)
+    return any(phrase in str(error) for phrase in OF_DEVICE)
 
 
 def _where(error: BaseException) -> AnyDevice:
@@ -239,8 +239,8 @@ def _where(error: BaseException) -> AnyDevice:
 
 def _numbers(error: BaseException, device: AnyDevice) -> str:
     memory = read_memory(device)
-    asked = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
-    wanted = f"{asked[1]} were asked for and " if asked else ""
+    amount = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
+    wanted = f"{amount[1]} were asked for and " if amount else ""
     own = sys.modules["torch"].cuda.memory_allocated(str(device)) if device.type == "cuda" else None
     kept = "" if own is None else f", {format_bytes(own)} of it by this process"
     used = memory.total - memory.free

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from headway.base.adapters import Mixes
-from headway.base.brle import Brle
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, InvalidMask
-from headway.base.probes import Probe
-from headway.base.samplers import Sampling
+from headway.base.specs.adapters import Mixes
+from headway.base.specs.brle import Brle
+from headway.base.specs.probes import Probe
+from headway.base.specs.samplers import Sampling
 
 if TYPE_CHECKING:
     import numpy as np
 else:
-    from headway.base.lazy_numpy import np
+    from headway.base.system.lazy_numpy import np
 
 BEFORE = -1  # the row of the token just before the pass
 

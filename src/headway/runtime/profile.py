@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.base.machine import read_machine
+from headway.base.dataclass import dataclass
+from headway.base.system.machine import read_machine
 
 if TYPE_CHECKING:
+    from headway.models.config import ModelConfig
     from headway.models.decoder import Decoder
     from headway.models.quantized.cpu import QuantizedDecoder
     from headway.runtime.batch import Batch
@@ -165,10 +167,10 @@ class Profiler:
         """Everything recorded so far."""
         phases = []
         for name in PHASES:
-            found = [p for s in self._samples for p in s.phases if p.name == name]
-            if found:
+            named = [p for s in self._samples for p in s.phases if p.name == name]
+            if named:
                 phases.append(
-                    Phase(name, sum(p.seconds for p in found), sum(p.bytes for p in found), sum(p.calls for p in found))
+                    Phase(name, sum(p.seconds for p in named), sum(p.bytes for p in named), sum(p.calls for p in named))
                 )
         return Profile(tuple(self._samples), tuple(phases), measure_bandwidth(self._device))
 
@@ -200,18 +202,24 @@ def _best_time(work: Callable[[], object]) -> float:
     return best
 
 
+def _rotated(config: ModelConfig) -> int:
+    """Numbers of a row's queries and keys, over all layers."""
+    shapes = [(config.kv_shape(layer), layer in config.kv_layers) for layer in range(config.layers)]
+    return sum((config.heads + shape.heads * own) * shape.dim for shape, own in shapes)
+
+
 def step_bytes(decoder: Decoder | QuantizedDecoder, batch: Batch, page_size: int, kv_width: int) -> dict[str, int]:
     """Bytes that each phase of this step had to move, by arithmetic; `kv_width` bytes for a number in the KV cache."""
     config, width = decoder.config, decoder.dtype.itemsize
     slot = config.kv_values_per_token * kv_width
     rows = len(batch.tokens)
     pages = sum(len(s.pages) for s in batch.segments if len(s.rows))
-    asked = len({row for s in batch.segments for _, row, _ in s.readouts})
+    rows_read = len({row for s in batch.segments for _, row, _ in s.readouts})
     sizes = dict(decoder.nbytes()) if rows else {"head": decoder.output.nbytes}
     return sizes | {
         "embed": rows * config.hidden_size * width,
         "kv write": len(batch.write_rows) * slot,
         "attention": pages * page_size * slot,
-        "rope": rows * config.layers * (config.heads + config.kv_heads) * config.head_dim * width * 2,
-        "sample": asked * config.vocab_size * 4,
+        "rope": rows * _rotated(config) * width * 2,
+        "sample": rows_read * config.vocab_size * 4,
     }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from headway.base.adapters import Mixes
-from headway.base.device import AnyDevice
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError, PassFailed
-from headway.base.probes import (
+from headway.base.rng import uniform
+from headway.base.specs.adapters import Mixes
+from headway.base.specs.probes import (
     AttentionScores,
     Distribution,
     Entropy,
@@ -24,8 +24,8 @@ from headway.base.probes import (
     Ranked,
     Ranking,
 )
-from headway.base.rng import uniform
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
+from headway.base.system.device import AnyDevice
 from headway.kernels.host import sampling as host
 from headway.kernels.host.sampling import RowSampler
 from headway.models.config import ModelConfig
@@ -47,12 +47,12 @@ class Ask:
     segment: int
     index: int
     row: int
-    what: Readout
+    readout: Readout
 
 
 def asks(batch: Batch) -> list[Ask]:
     """Every readout of the batch."""
-    return [Ask(s, i, row, what) for s, segment in enumerate(batch.segments) for i, row, what in segment.readouts]
+    return [Ask(s, i, row, readout) for s, segment in enumerate(batch.segments) for i, row, readout in segment.readouts]
 
 
 class Head(Protocol):
@@ -78,7 +78,7 @@ def make_hooks(batch: Batch, decoder: Head, page_size: int) -> Hooks:
     hidden: dict[int, set[int]] = {}
     scores: dict[int, list[Any]] = {}
     for ask in asks(batch):
-        match ask.what.what:
+        match ask.readout.what:
             case Hidden(layer):
                 hidden.setdefault(layer, set()).add(ask.row)
             case LogitLens(layers=layers):
@@ -91,18 +91,21 @@ def make_hooks(batch: Batch, decoder: Head, page_size: int) -> Hooks:
     return Hooks(hidden=rows, scores=scores)
 
 
+AddHeads = Callable[[Any, Any, Mixes], object]  # adds what adapters of the output matrix make of normed rows to logits
+
+
 class Reader:
     """Turns the residual rows of one step into values, one per readout, or an error where a row is not finite."""
 
-    def __init__(self, decoder: Head, tile: int | None) -> None:
-        self.decoder, self.tile, self._functions = decoder, tile, decoder.functions
+    def __init__(self, decoder: Head, tile: int | None, add_heads: AddHeads = add_to_logits) -> None:
+        self.decoder, self.tile, self._functions, self._add_heads = decoder, tile, decoder.functions, add_heads
 
     def read(self, batch: Batch, x: Any, hooks: Hooks, mark: Any) -> dict[tuple[int, int], object]:
         """Values by (segment, readout index). x [T, E] is the residual before the final norm; None when T is 0."""
         values: dict[tuple[int, int], object] = {}
         heads, others = [], []
         for ask in asks(batch):
-            (others if isinstance(ask.what.what, Hidden | AttentionScores | LogitLens) else heads).append(ask)
+            (others if isinstance(ask.readout.what, Hidden | AttentionScores | LogitLens) else heads).append(ask)
         for ask in others:
             values[ask.segment, ask.index] = self.look(ask, batch, hooks)
         owners = {self._place(a): a.segment for a in heads}
@@ -134,9 +137,8 @@ class Reader:
     def _logits(self, rows: Sequence[Any], mixes: Mixes) -> Any:
         x = self._functions.stack(rows)
         logits = self.decoder.logits(x, self.tile)
-        if has_head(mixes):  # on a CPU, where a tensor's array is its memory
-            array = self._functions.to_numpy
-            add_to_logits(array(logits), array(self.decoder.finish(x, self.tile)), mixes)
+        if has_head(mixes):
+            self._add_heads(logits, self.decoder.finish(x, self.tile), mixes)
         return logits
 
     def answers(self, chosen: list[Ask], at: list[int], logits: Any, batch: Batch) -> dict[tuple[int, int], object]:
@@ -146,13 +148,13 @@ class Reader:
         draws, owners, rows = [], [], []
         for ask, i in zip(chosen, at, strict=True):
             key = (ask.segment, ask.index)
-            if isinstance(ask.what.what, Ranking):
+            if isinstance(ask.readout.what, Ranking):
                 continue  # it looks at what is drawn
-            if not isinstance(ask.what.what, Sampling):
-                values[key] = _probe_or_error(ask.what, logits[i], self._functions)
+            if not isinstance(ask.readout.what, Sampling):
+                values[key] = _probe_or_error(ask.readout, logits[i], self._functions)
             elif bad[i]:
                 values[key] = not_a_number()
-            elif best is not None and plainly_greedy(ask.what):
+            elif best is not None and plainly_greedy(ask.readout):
                 values[key] = best[i]
             else:
                 try:
@@ -166,14 +168,14 @@ class Reader:
             tokens = self.decoder.sample(logits[rows] if rows != list(range(len(logits))) else logits, draws)
             values.update(zip(owners, tokens, strict=True))
         for ask, i in zip(chosen, at, strict=True):
-            if isinstance(ask.what.what, Ranking):
+            if isinstance(ask.readout.what, Ranking):
                 mates = [a for a in chosen if (a.segment, a.row) == (ask.segment, ask.row)]
-                samplers = [a for a in mates if isinstance(a.what.what, Sampling)]
+                samplers = [a for a in mates if isinstance(a.readout.what, Sampling)]
                 drawn = [values[a.segment, a.index] for a in samplers]
                 if bad[i]:
                     values[ask.segment, ask.index] = not_a_number()
                     continue
-                values[ask.segment, ask.index] = self.ranked(ask.what.what, logits[i], samplers, drawn, batch)
+                values[ask.segment, ask.index] = self.ranked(ask.readout.what, logits[i], samplers, drawn, batch)
         return values
 
     def ranked(
@@ -190,32 +192,33 @@ class Reader:
             scores = self._functions.log_softmax(logits)
         assert isinstance(what.ids, tuple)
         named, best = self._functions.ranked(scores, [*tokens, *what.ids], what.k)
-        ranks = [Rank(*found) for found in named]
-        return Ranked(tuple(ranks[: len(tokens)]), tuple(ranks[len(tokens) :]), tuple(Rank(*found) for found in best))
+        ranks = [Rank(*pair) for pair in named]
+        return Ranked(tuple(ranks[: len(tokens)]), tuple(ranks[len(tokens) :]), tuple(map(Rank._make, best)))
 
     def _draw(self, ask: Ask, batch: Batch, logits: Any) -> RowSampler:
-        return row_sampler(ask.what, _position(batch, ask), self._functions, logits)
+        return row_sampler(ask.readout, _position(batch, ask), self._functions, logits)
 
     def look(self, ask: Ask, batch: Batch, hooks: Hooks) -> object:
         """The value of a readout that looks inside the model."""
-        match ask.what.what:
+        match ask.readout.what:
             case Hidden(layer):
-                state = self._tapped(hooks, layer, ask.row)
+                state = self._hidden_state(hooks, layer, ask.row)
                 if layer == self.decoder.config.layers:
                     state = self.decoder.finish(state[None], self.tile)[0]
                 return np.array(self._functions.to_numpy(state), np.float32)
             case LogitLens(layers=layers, k=k):
-                rows = [self._tapped(hooks, layer, ask.row) for layer in layers]
+                rows = [self._hidden_state(hooks, layer, ask.row) for layer in layers]
                 if not rows:
                     return []
                 mixes = [batch.segments[ask.segment].mix_of(ask.row)] * len(rows)
                 return [_distribution(row, 1.0, k, self._functions) for row in self._logits(rows, mixes)]
             case AttentionScores(layer, reduce):
                 return self._scores(ask, batch, hooks, layer, reduce)
-        raise AssertionError(ask.what.what)
+        raise AssertionError(ask.readout.what)
 
     @staticmethod
-    def _tapped(hooks: Hooks, layer: int, row: int) -> Any:
+    def _hidden_state(hooks: Hooks, layer: int, row: int) -> Any:
+        """The residual of a row [E] after a layer, which the hooks kept."""
         return hooks.hidden_out[layer][hooks.hidden[layer].tolist().index(row)]
 
     def _scores(self, ask: Ask, batch: Batch, hooks: Hooks, layer: int, reduce: str | None) -> np.ndarray:
@@ -257,7 +260,7 @@ def sample_row(logits: np.ndarray, readout: Readout, position: int) -> int:
 
 def segment_results(batch: Batch, x: Any, values: Mapping[tuple[int, int], object]) -> list[SegmentResult]:
     """What each segment gets: its readouts' values and, if wanted, its last row of the residual x [T, E]."""
-    few = x is not None and len(x) <= SLAB  # then a row may keep the others alive
+    few = x is not None and len(x) <= SLAB  # then a row may be a view, which keeps all of x in memory
     rows = list(x) if x is not None and few else ()
     results = []
     for i, segment in enumerate(batch.segments):

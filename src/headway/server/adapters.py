@@ -1,4 +1,4 @@
-"""The adapters of a server: each is a model name for clients. Loaded with the engine, or later by an admin key.
+"""The adapters of a model: each is a model name for clients. Loaded with the engine, or later by an admin key.
 
 A path that a client names must lie below --lora-dir, with every link resolved; the files that are read, too.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from headway.base.errors import HeadwayError, InvalidInput
+from headway.base.dataclass import dataclass
+from headway.base.errors import HeadwayError
 from headway.server.errors import ApiError, bad_request
 from headway.server.settings import ServerSettings
 
@@ -34,41 +34,51 @@ class ServedAdapter:
 
 
 class ServedAdapters:
-    """The adapters of one server by name. Used on the event loop, except for `open`."""
+    """The adapters of one model by name; they stay in host memory while it is not loaded. Used on the event loop,
+    except for `open`."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, sources: Sequence[AdapterSource]) -> None:
         self._settings = settings
+        self._unread = {source.name: source for source in sources}  # those that no engine has had yet
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()  # one load at a time
 
     @property
     def names(self) -> Mapping[str, ServedAdapter]:
+        """Those that were loaded; all of them while the model is."""
         return MappingProxyType(self._served)
 
-    def open(self, engine: Engine) -> None:
-        """Load the adapters that the server was started with."""
-        settings = self._settings
-        taken = {settings.public_name, settings.model, *settings.served_names}
-        for source in settings.adapters:
-            if source.name in self._served or source.name in taken:
-                raise InvalidInput(f"two models are called {source.name!r}; give each adapter a name of its own")
-            self._served[source.name] = self._loaded(engine, source)
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The names of all, also before the model is loaded for the first time."""
+        return (*self._served, *self._unread)
 
-    async def load(self, engine: Engine, name: str, path: str, *, taken: tuple[str, ...], replace: bool) -> None:
-        """Load an adapter from below --lora-dir. Raises an `ApiError`, and nothing has changed then."""
+    def open(self, engine: Engine) -> None:
+        """Load all adapters for an engine that was just opened."""
+        for served in list(self._served.values()):
+            engine.load_adapter(served.adapter)
+        for name, source in list(self._unread.items()):
+            served = self._loaded(engine, source)
+            self._served[name] = served
+            del self._unread[name]
+
+    async def load(self, engine: Engine, name: str, path: str, *, is_taken: bool, others: int, replace: bool) -> None:
+        """Load an adapter from below --lora-dir; other models have `others`. Raises an `ApiError`, and nothing has
+        changed then."""
         from headway.models.adapters.source import NAME, AdapterSource
 
         if not NAME.fullmatch(name):
             raise bad_request(f"lora_name is {name!r:.80}; it must be printable characters without spaces", "lora_name")
         async with self._changing:
             before = self._served.get(name)
-            if name in taken or (before is not None and not replace):
+            if is_taken or (before is not None and not replace):
                 raise bad_request(
                     f"the name {name!r:.80} is taken; use another one, or unload it first", "lora_name", "name_taken"
                 )
-            if before is None and len(self._served) >= self._settings.max_loras:
+            count = len(self._served) + others
+            if before is None and count >= self._settings.max_loras:
                 raise bad_request(
-                    f"{len(self._served)} adapters are loaded and max_loras is {self._settings.max_loras}; unload one",
+                    f"{count} adapters are loaded and max_loras is {self._settings.max_loras}; unload one",
                     "lora_name",
                     "too_many",
                 )
@@ -81,13 +91,15 @@ class ServedAdapters:
             if before is not None:
                 self._let_go(engine, before)
 
-    async def unload(self, engine: Engine, name: str) -> None:
-        """Forget an adapter; requests that use it go on."""
+    async def unload(self, engine: Engine | None, name: str) -> None:
+        """Forget an adapter; requests that use it go on. There is no engine while the model is not loaded."""
         async with self._changing:
             served = self._served.pop(name, None)
-            if served is None:
+            unread = self._unread.pop(name, None)
+            if served is None and unread is None:
                 raise ApiError(404, f"there is no adapter {name!r:.80}", param="lora_name", code="adapter_not_found")
-            self._let_go(engine, served)
+            if served is not None and engine is not None:
+                self._let_go(engine, served)
 
     def allowed_path(self, path: str) -> Path:
         """A path below --lora-dir, with links resolved; raises for any other, and does not say what is there."""

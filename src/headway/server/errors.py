@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from headway.base.errors import (
     Closed,
@@ -50,11 +51,10 @@ ANTHROPIC_TYPES = {
 FAILED = "internal server error; the server's log has the cause under this request's id"
 HINTS = {  # for fields of other servers or older clients
     "suffix": "infilling is for /v1/completions: remove it",
-    "grammar": "use structured_outputs.grammar instead, which is a Lark grammar",
     "guided_json": "use structured_outputs.json instead",
     "guided_regex": "use structured_outputs.regex instead",
     "guided_choice": "use structured_outputs.choice instead",
-    "guided_grammar": "use structured_outputs.grammar instead",
+    "guided_grammar": "use grammar instead",
     "audio": "only text is generated: remove it",
     "web_search_options": "there is no web search: remove it",
 }
@@ -169,7 +169,11 @@ def install_handlers(app: FastAPI) -> None:
     async def respond(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
         if isinstance(error, HTTPException) and error.status_code == 404:
-            known = ApiError(404, not_found(route_path(request.scope)), code="path_not_found")
+            routes = {route.path for route in request.app.state.routes}
+            known = ApiError(404, not_found(route_path(request.scope), routes), code="path_not_found")
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            methods = ", ".join(_methods(request))
+            known = ApiError(405, f"this path takes another method: {methods}", headers={"Allow": methods})
         if known is None or (known.status == 500 and not isinstance(error, ApiError | HTTPException)):
             raise error
         body = error_body(known, route_path(request.scope))
@@ -177,6 +181,12 @@ def install_handlers(app: FastAPI) -> None:
 
     for kind in (ApiError, HTTPException, RequestValidationError, HeadwayError):
         app.add_exception_handler(kind, respond)
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods that the routes of a request's path have."""
+    routes = (route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
 
 def _message(error: BaseException) -> str:
@@ -187,14 +197,18 @@ def _message(error: BaseException) -> str:
 def _invalid(problems: Sequence[Any]) -> ApiError:
     """The first problem of a body; for a field that takes several types, that of the type that matched deepest."""
     unknown = next((problem for problem in problems if problem["type"] == "unknown_field"), None)
-    first = unknown or max(problems, key=lambda problem: len(problem["loc"]))
+    if unknown is None:
+        first = max(problems, key=lambda problem: len(problem["loc"]))
+    else:  # or what is wrong further inside the same field, where another of its types knows the name
+        inside = [problem for problem in problems if problem["loc"][:2] == unknown["loc"][:2]]
+        first = max(inside, key=lambda problem: len(_fields(problem["loc"])) + (problem["type"] == "unknown_field"))
     if first["type"] == "json_invalid":
         return bad_request(
             f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json"
         )
     where = _location(first["loc"])
-    if unknown is not None:
-        return _unknown(".".join(filter(None, [where, unknown["ctx"]["name"]])))
+    if first["type"] == "unknown_field":
+        return _unknown(".".join(filter(None, [where, first["ctx"]["name"]])))
     if first["type"] == "missing":
         what = f"the field {where!r:.80} is required" if where else "the body is missing; send JSON"
         return bad_request(what, where or None, "missing_field")
@@ -210,7 +224,11 @@ def _unknown(where: str) -> ApiError:
 
 
 def _location(parts: Sequence[Any]) -> str:
-    """The path of a field in the body, without the names of the union members that were tried."""
+    """The path of a field in the body."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _fields(parts)).removeprefix(".")
+
+
+def _fields(parts: Sequence[Any]) -> list[Any]:
+    """The names and indices in the path of a problem, without the names of the union members that were tried."""
     kept = [part for part in parts[1:] if isinstance(part, int) or re.fullmatch(r"[a-z][a-z0-9_]*", str(part))]
-    kept = [part for part in kept if part not in ("str", "int", "float", "bool", "dict")]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in kept).removeprefix(".")
+    return [part for part in kept if part not in ("str", "int", "float", "bool", "dict")]

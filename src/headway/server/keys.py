@@ -15,12 +15,13 @@ import re
 import secrets
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from headway.base.checks import check_integer
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 
 PREFIX = "hw-"
@@ -37,9 +38,11 @@ class TenantLimits:
     max_tokens: int | None = None  # their prompts plus max_tokens
     requests_per_minute: int | None = None
     max_priority: float | None = None  # the highest priority its requests may have
+    max_programs: int | None = None  # uploaded programs that run
+    program_cpu: int | None = None  # seconds of CPU time of its programs within an hour
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_tokens", "requests_per_minute"):
+        for name in ("max_requests", "max_tokens", "requests_per_minute", "max_programs", "program_cpu"):
             value = getattr(self, name)
             if value is not None:
                 check_integer(value, f"the limit {name}", 1)
@@ -70,14 +73,14 @@ class _Key:
 ANYONE = Tenant("anyone", "", TenantLimits())
 
 
-class Keys:
+class ApiKeys:
     """The keys of one file, as they were when the server started."""
 
     def __init__(self, keys: tuple[_Key, ...]) -> None:
         self._keys = keys
 
     @classmethod
-    def read(cls, path: Path) -> Keys:
+    def read(cls, path: Path) -> ApiKeys:
         """The keys in a file written by `add_key`; a file with any error is rejected."""
         try:
             mode = path.stat().st_mode
@@ -118,7 +121,7 @@ def add_key(path: Path, name: str, limits: TenantLimits = TenantLimits(), *, adm
     """
     if not _NAME.fullmatch(name):
         raise InvalidInput(f"the key name {name!r} is not valid; use 1 to 128 of A-Z a-z 0-9 . _ -")
-    keys = Keys.read(path)._keys if path.exists() else ()
+    keys = ApiKeys.read(path)._keys if path.exists() else ()
     if any(key.tenant.name == name for key in keys):
         raise InvalidInput(f"{str(path)!r} already has a key named {name!r}; choose another name, or remove that key")
     secret = PREFIX + secrets.token_urlsafe(32)

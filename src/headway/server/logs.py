@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TextIO
 
-from headway.base import log as base_log
+from headway.base.system import log as base_log
 
 LOGGER = "headway.server"
 CRITICAL = logging.CRITICAL

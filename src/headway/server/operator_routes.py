@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from headway.base.version import VERSION
-from headway.server.openai.response_schema import COMMON, ErrorResponse, Responses, ResponseSchema, ok
+from headway.server.api.response_schema import COMMON, ERRORS, ErrorResponse, Responses, ResponseSchema, ok
+from headway.server.models import requested_model
 from headway.server.serving import Serving
 
 router = APIRouter(responses=COMMON)
@@ -23,7 +24,7 @@ class Version(ResponseSchema):
     version: str
 
 
-class GenerationSettings(ResponseSchema):
+class DefaultGenerationSettings(ResponseSchema):
     n_ctx: int
 
 
@@ -35,7 +36,7 @@ class Modalities(ResponseSchema):
 class Props(ResponseSchema):
     """What llama-server tells about its model; `total_slots` is the most requests that may be in flight."""
 
-    default_generation_settings: GenerationSettings
+    default_generation_settings: DefaultGenerationSettings
     total_slots: int
     model_alias: str
     chat_template: str
@@ -50,7 +51,7 @@ class Slot(ResponseSchema):
     """A request in flight of the key that asks."""
 
     id: int
-    n_ctx: int
+    n_ctx: int | None
     request_id: str
     model: str
     is_processing: bool
@@ -80,16 +81,17 @@ async def version() -> dict[str, str]:
     return {"version": VERSION}
 
 
-@router.get("/props", summary="The model's properties", response_model=None, responses=ok(Props))
-async def props(request: Request) -> dict[str, Any]:
+@router.get("/props", summary="The model's properties", response_model=None, responses=ERRORS | ok(Props))
+async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     """The context length, the chat template and the special tokens, as clients of llama-server ask for them."""
     serving: Serving = request.app.state.serving
-    engine = serving.engine
+    lease = await requested_model(request, model)
+    engine = lease.engine
     names = engine.tokenizer.special_tokens if engine.has_tokenizer else {}
     return {
         "default_generation_settings": {"n_ctx": engine.config.max_positions},
         "total_slots": serving.settings.max_queue_requests,
-        "model_alias": serving.model_name,
+        "model_alias": lease.model.name,
         "chat_template": "" if engine.chat_template is None else engine.chat_template.source,
         "bos_token": names.get("bos_token", ""),
         "eos_token": names.get("eos_token", ""),
@@ -105,12 +107,11 @@ async def props(request: Request) -> dict[str, Any]:
     response_model=None,
     responses={200: {"model": list[Slot], "description": "The requests"}},
 )
-async def slots(request: Request) -> list[dict[str, Any]]:
-    """The requests of this key that are in flight, oldest first, and how far they are."""
+async def slots(request: Request, model: str | None = None) -> list[dict[str, Any]]:
+    """The requests of this key that are in flight, to one model or to all, oldest first, and how far they are."""
     serving: Serving = request.app.state.serving
-    limit = serving.engine.config.max_positions
     own = serving.admitted(serving.tenant(request))
-    return [{"id": i, "n_ctx": limit, **one.progress()} for i, one in enumerate(own)]
+    return [{"id": i, **one.progress()} for i, one in enumerate(own) if model in (None, one.model)]
 
 
 # -- the API's description, for people ---------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 first SIGTERM or Ctrl-C    /health and new requests get 503, requests in flight finish or time out; exit code 0
 second one                 requests in flight are canceled; exit code 128 + the signal's number
-the engine's worker dies   /health gets 503, requests in flight fail; exit code 1
+the engine's worker dies   /health gets 503, requests in flight fail; exit code 1 (several models: it loads again)
 the engine gets stuck      /health gets 503; the server does not wait for it on exit; exit code 1
-the model cannot load      its error is raised
+the model cannot load      its error is raised (several models: it is tried again later)
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from headway.base.errors import InvalidInput
+from headway.sandbox.confinement import confinement
 from headway.server import logs
 from headway.server.app import create_app
 from headway.server.errors import ApiError
 from headway.server.middleware.connection import connection_class
+from headway.server.middleware.websocket import websocket_class
+from headway.server.models import ModelSources
 from headway.server.pooling import PoolingModels
 from headway.server.serving import Serving
+from headway.server.sessions.sockets import is_answered, listen_for_sessions
 from headway.server.settings import EVERYWHERE, ServerSettings
 
 if TYPE_CHECKING:
@@ -45,14 +51,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def serve(
     settings: ServerSettings,
-    open_engine: Callable[[], Engine],
+    models: Callable[[], Engine] | ModelSources,
     routers: Sequence[APIRouter] = (),
     on_listening: Callable[[str], None] = lambda url: None,
     pooling_models: PoolingModels | None = None,
     *,
     open_drafter: Callable[[], Drafter] | None = None,
 ) -> int:
-    """Serve until stopped; returns the exit code. `routers` are additional routes.
+    """Serve one engine or several models until stopped; returns the exit code. `routers` are additional routes.
 
     `on_listening` is called with the server's URL before the model is loaded. `pooling_models` are served
     along with the engine's model. `open_drafter` opens what drafts tokens for every request.
@@ -60,30 +66,40 @@ def serve(
     check_exposure(settings)
     check_certificate(settings)
     logs.set_up(as_json=settings.log_json)
-    shutdown = _Shutdown()
+    if settings.programs is not None:  # compiles the sandbox's guest, the first time
+        confinement(settings.programs, unconfined=settings.unconfined, log=logs.info)
+    shutdown = Shutdown()
     app = create_app(
         settings,
-        open_engine,
+        models,
         routers=routers,
         pooling_models=pooling_models,
         open_drafter=open_drafter,
         on_engine_end=shutdown.engine_ended,
     )
+    serve_app(app, shutdown, on_listening)
     serving: Serving = app.state.serving
+    if serving.failure is not None:
+        raise serving.failure
+    if stuck := serving.stuck_models():
+        logs.warn("exiting while the engine is stuck", seconds=round(stuck[0].step_seconds, 1))
+        _exit_now(shutdown.code or 1)
+    if serving.loaders.is_busy:
+        _exit_now(shutdown.code)
+    return shutdown.code
+
+
+def serve_app(app: Starlette, shutdown: Shutdown, on_listening: Callable[[str], None] = lambda url: None) -> None:
+    """Serve an application until it is told to shut down, and drain it. Its `state.serving` has the settings."""
+    serving: Serving = app.state.serving
+    settings = serving.settings
     try:
-        with _listen(settings) as listener, _removed(settings.unix_socket):
+        with _listen(settings) as listener, _removed(settings.unix_socket), _listen_for_sessions(settings) as sessions:
+            app.state.session_listener = sessions
             on_listening(_url(settings, listener))
             asyncio.run(_serve(serving, app, shutdown, listener))
     finally:
         logs.flush()
-    if serving.failure is not None:
-        raise serving.failure
-    if serving.is_stuck:
-        logs.warn("exiting while the engine is stuck", seconds=round(serving.step_seconds, 1))
-        _exit_now(shutdown.code or 1)
-    if serving.loader is not None and serving.loader.is_alive():
-        _exit_now(shutdown.code)
-    return shutdown.code
 
 
 def _exit_now(code: int) -> None:
@@ -127,9 +143,9 @@ def _no_password() -> str:
     raise InvalidInput("the key of --ssl-keyfile has a password; pass one without")
 
 
-async def _serve(serving: Serving, app: FastAPI, shutdown: _Shutdown, listener: socket.socket) -> None:
+async def _serve(serving: Serving, app: Starlette, shutdown: Shutdown, listener: socket.socket) -> None:
     settings = serving.settings
-    server = _Server(configure(settings, app))
+    server = QuietServer(configure(settings, app))
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, shutdown.on_signal, number)
@@ -145,7 +161,7 @@ async def _serve(serving: Serving, app: FastAPI, shutdown: _Shutdown, listener: 
         await work
 
 
-async def _drain(serving: Serving, shutdown: _Shutdown) -> None:
+async def _drain(serving: Serving, shutdown: Shutdown) -> None:
     """Let requests in flight finish within the drain timeout, then cancel the rest."""
     if serving.failure is not None:
         return
@@ -165,7 +181,7 @@ async def _drain(serving: Serving, shutdown: _Shutdown) -> None:
         cancel(ApiError(503, "the server is shutting down", code="draining"))
 
 
-class _Shutdown:
+class Shutdown:
     """Whether the server is to stop, and its exit code."""
 
     def __init__(self) -> None:
@@ -186,7 +202,7 @@ class _Shutdown:
         self.requested.set()
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn's server without its signal handling, which would kill the process with the signal it got."""
 
     @contextmanager
@@ -194,7 +210,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def configure(settings: ServerSettings, app: FastAPI) -> uvicorn.Config:
+def configure(settings: ServerSettings, app: ASGIApp) -> uvicorn.Config:
     """The uvicorn configuration of every server here."""
     return uvicorn.Config(
         app,
@@ -202,7 +218,7 @@ def configure(settings: ServerSettings, app: FastAPI) -> uvicorn.Config:
         port=settings.port,
         http=connection_class(settings),
         loop="asyncio",
-        ws="websockets-sansio",
+        ws=websocket_class(settings),
         ws_max_size=settings.max_body_bytes,
         ws_per_message_deflate=False,  # a small frame must not become a large message
         log_config=None,
@@ -247,7 +263,7 @@ def _listen_at(path: Path, settings: ServerSettings) -> socket.socket:
     """A Unix socket for this user and group. One that nobody listens to any more is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.is_socket() and not _is_answered(path):
+        if path.is_socket() and not is_answered(path):
             path.unlink()
         mask = os.umask(0o117)
         try:
@@ -265,6 +281,16 @@ def _listen_at(path: Path, settings: ServerSettings) -> socket.socket:
 
 
 @contextmanager
+def _listen_for_sessions(settings: ServerSettings) -> Generator[socket.socket | None, None, None]:
+    """The socket of `session_socket`, opened like the other, and removed at the end."""
+    if settings.session_socket is None:
+        yield None
+        return
+    with listen_for_sessions(settings.session_socket) as listener, _removed(settings.session_socket):
+        yield listener
+
+
+@contextmanager
 def _removed(path: Path | None) -> Generator[None, None, None]:
     """Remove the Unix socket at the end."""
     try:
@@ -272,16 +298,6 @@ def _removed(path: Path | None) -> Generator[None, None, None]:
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
-
-
-def _is_answered(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(1.0)
-        try:
-            client.connect(str(path))
-        except OSError:
-            return False
-        return True
 
 
 def _url(settings: ServerSettings, listener: socket.socket) -> str:

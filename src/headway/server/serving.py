@@ -1,4 +1,4 @@
-"""What routes use, at `request.app.state.serving`: the engine, the tenants, admission, and the server's state.
+"""What routes use, at `request.app.state.serving`: the models, the tenants, admission, and the server's state.
 
 Used only on the event loop, so it needs no lock. It never sees the contents of a request or a response.
 """
@@ -7,125 +7,143 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from headway.base.dataclass import dataclass
 from headway.server import logs
-from headway.server.adapters import ServedAdapters
 from headway.server.errors import ApiError
-from headway.server.keys import ANYONE, Keys, Tenant
-from headway.server.metrics import Metrics
+from headway.server.keys import ANYONE, ApiKeys, Tenant
+from headway.server.metrics import Metrics, ModelMetrics
+from headway.server.models import ModelLease, ModelSources, ServedModel, ServedModels
 from headway.server.sessions.registry import Sessions
 from headway.server.settings import ServerSettings
-from headway.server.threads import WorkerThreads
+from headway.server.telemetry import CANCELED, Inference, Traces, error_code, request_trace
+from headway.server.threads import LoaderThreads, WorkerThreads
 
 if TYPE_CHECKING:
-    from headway.program.engine import Engine, EngineStats
-    from headway.program.events import EventStream
-    from headway.program.generation.speculation.drafter import Drafter
+    from headway.program.engine import Engine
+    from headway.server.programs.programs import Programs
+
 
 MINUTE = 60.0
 READERS = WRITERS = 2  # threads; more would only contend for the GIL with each other and the event loop
-STEPS = 32  # latest steps whose times /stats shows
+SHOWN_MODELS = 20  # in a line of the log
 
 
 class Serving:
     """One server's state: loading, ready, draining, stuck (an engine step takes longer than `step_timeout`), dead (the
-    engine's worker stopped) or failed (the engine could not be loaded)."""
+    engine's worker stopped) or failed (the engine could not be loaded).
 
-    def __init__(self, settings: ServerSettings) -> None:
+    With several models it loads until the kept ones are there, and never fails or dies: each model has a state of its
+    own.
+    """
+
+    def __init__(self, settings: ServerSettings, sources: ModelSources) -> None:
         self.settings = settings
-        self.keys = None if settings.key_file is None else Keys.read(settings.key_file)
-        self.model_name = (*settings.served_names, settings.public_name)[0]
-        self.loaded_at: int | None = None  # a time.time() value
+        self.keys = None if settings.key_file is None else ApiKeys.read(settings.key_file)
         self.failure: BaseException | None = None
         self.draining = False
-        self.loader: threading.Thread | None = None
+        self.started_at: int | None = None  # when the models that are kept were loaded, a time.time() value
         self.cancels: set[Callable[[ApiError], None]] = set()  # one for each request in flight
-        self.adapters = ServedAdapters(settings)
-        self.metrics = Metrics(settings.metrics_style, self.model_name, self._stats)
         self.readers, self.writers = WorkerThreads("read", READERS), WorkerThreads("write", WRITERS)
-        self.drafter: Drafter | None = None  # of every request
+        self.loaders = LoaderThreads()
+        self.models = ServedModels(self, sources)
+        self.metrics = Metrics(settings.metrics_style, self.models)
+        self.traces = None if settings.otel is None else Traces(settings)
         self.sessions = Sessions(self)
-        self._engine: Engine | None = None
-        self._events: EventStream | None = None
-        self._seconds: deque[float] = deque(maxlen=STEPS)
-        self._batch = 0
+        self.programs: Programs | None = None  # uploaded ones, where they are allowed
         self._admitted: dict[AdmittedRequest, None] = {}  # in flight, oldest first
         self._total_load = _QueueLoad()
         self._tenant_loads: dict[str, _QueueLoad] = {}
 
-    # -- the engine ------------------------------------------------------------------------------------------------
+    @classmethod
+    async def of_engine(cls, settings: ServerSettings, engine: Engine) -> Serving:
+        """One that is ready with an engine that was opened elsewhere, without an application."""
+        serving = cls(settings, ModelSources.single(settings, lambda: engine, None))
+        await serving.start()
+        return serving
 
-    def set_engine(self, engine: Engine) -> None:
-        """Use this engine, which has just been loaded."""
-        self._engine, self.loaded_at = engine, int(time.time())
-        self._events = engine.events(STEPS)
+    # -- the models ------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
+        return "stuck" if (state := self._state) == "ready" and self.stuck_models() else state
+
+    @property
+    def _state(self) -> str:
+        """The same, whatever a step takes."""
         if self.failure is not None:
             return "failed"
-        if self._engine is None:
-            return "draining" if self.draining else "loading"
-        if not self._engine.alive:
+        only = self.models.default if self.models.is_single else None
+        if only is not None and only.engine is not None and not only.engine.alive:
             return "dead"
         if self.draining:
             return "draining"
-        return "stuck" if self.is_stuck else "ready"
+        return "loading" if self.started_at is None else "ready"
+
+    def stuck_models(self) -> list[ServedModel]:
+        """The models whose engine's current step takes longer than `step_timeout`."""
+        return [one for one in self.models.all() if self.is_stuck(one)]
+
+    def is_stuck(self, model: ServedModel) -> bool:
+        return model.step_seconds > self.settings.step_timeout
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether the engine's current step takes longer than `step_timeout`."""
-        return self.step_seconds > self.settings.step_timeout
-
-    @property
-    def step_seconds(self) -> float:
-        """How long the engine's current step has been running; 0 while it is idle."""
-        since = None if self._engine is None else self._engine.busy_since
-        return 0.0 if since is None else time.monotonic() - since
+    def default_model(self) -> ServedModel:
+        """The model that requests without a name are for; raises an `ApiError` (400) where there is none."""
+        if (model := self.models.default) is None:
+            raise ApiError(
+                400,
+                "this server has several models and no default one; name a model",
+                param="model",
+                code="missing_field",
+            )
+        return model
 
     @property
     def engine(self) -> Engine:
-        """The engine; raises an `ApiError` (503) while it is loading and after its worker has died."""
-        state = self.state
-        if self._engine is None or state == "dead":
-            raise _unavailable(state, self.settings)
-        return self._engine
+        """The default model's engine; raises an `ApiError` (503) unless it is loaded and alive."""
+        model = self.default_model
+        if model.engine is None or not model.engine.alive:
+            state = self.state if self.models.is_single else "loading" if model.state == "loading" else "absent"
+            raise self.unavailable(state)
+        return model.engine
 
     @property
-    def is_loaded(self) -> bool:
-        return self._engine is not None
+    def model_name(self) -> str:
+        """The default model's name, or an empty text where there is none."""
+        return "" if self.models.default is None else self.models.default.name
 
-    def steps(self) -> dict[str, Any]:
-        """The seconds of the latest steps, and the number of passes in the last one."""
-        while self._events is not None and (event := self._events.poll()) is not None:
-            self._seconds.append(event.seconds)
-            self._batch = event.passes
-        return {"seconds": list(self._seconds), "batch": self._batch}
+    async def start(self) -> None:
+        """Load the models that are kept; raises if the only one cannot be loaded."""
+        await self.models.load_kept()
+        self.started_at = int(time.time())
+        if not self.models.is_single:  # the only one has said so itself
+            logs.info("ready", models=[model.name for model in self.models.all()][:SHOWN_MODELS])
 
-    def close(self) -> None:
-        """Close the engine; waits for the current step unless the engine is stuck."""
+    def check_started(self) -> None:
+        """Raise a 503 while the models that are kept load, and when the only one has failed."""
+        if (state := self.state) in ("loading", "failed", "dead"):
+            raise self.unavailable(state)
+
+    async def close(self) -> None:
+        """Close all engines; waits for their current steps unless they are stuck."""
+        await self.models.close()
         self.readers.close()
         self.writers.close()
-        if self._events is not None:
-            self._events.close()
-        if self._engine is not None and not self.is_stuck:
-            self._engine.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
 
-    def model_names(self) -> tuple[str, ...]:
-        """The names clients may use for the model; responses carry the first."""
-        return self.settings.served_names or (self.model_name,)
-
-    def _stats(self) -> EngineStats | None:
-        return None if self._engine is None else self._engine.stats()
+    def unavailable(self, state: str) -> ApiError:
+        """The error of a server, or a model, in this state."""
+        return _unavailable(state, self.settings)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -142,14 +160,14 @@ class Serving:
             self._load(tenant).check_rate(tenant.limits.requests_per_minute)
 
     @contextmanager
-    def queue_slot(self, tenant: Tenant, *, tokens: int = 0) -> Iterator[None]:
+    def queue_slot(self, tenant: Tenant, *, tokens: int = 0, model: ServedModel | None = None) -> Iterator[None]:
         """Hold a place in the queue while working on a request, including work that computes no tokens.
 
         Raises as `admit` does. Leave it before `admit`; no other request can take the place in between.
         """
         own = self._load(tenant)
         with self._count_rejections():
-            self._check(tenant, own, tokens)
+            self._check(tenant, own, tokens, model)
         for load in (self._total_load, own):
             load.add(tokens)
         try:
@@ -159,25 +177,30 @@ class Serving:
                 load.remove(tokens)
 
     @asynccontextmanager
-    async def admit(self, tenant: Tenant, *, tokens: int, model: str | None = None) -> AsyncIterator[AdmittedRequest]:
+    async def admit(
+        self, tenant: Tenant, *, tokens: int, lease: ModelLease | None = None, model: str | None = None
+    ) -> AsyncIterator[AdmittedRequest]:
         """Admit a request to the queue until the `async with` block ends.
 
         `tokens` is the most it may compute: its prompt and max_tokens, over all its choices. Raises an `ApiError`: 429
         with Retry-After when the queue or the tenant's share of it is full, 503 while loading or draining, 400 when the
         request alone exceeds the queue's limit. Report the prompt, the tokens and the finish reason to the result.
-        `model` is the name for the log; by default that of the engine's model.
+        `lease` is what it computes with, and is held; a model of another kind has a name only.
         """
-        with self.queue_slot(tenant, tokens=tokens):
+        served, model = None if lease is None else lease.model, model or self.model_name
+        with self.queue_slot(tenant, tokens=tokens, model=served), nullcontext() if lease is None else lease.again():
             id = logs.request_id.get() or logs.new_request_id()
-            admitted = AdmittedRequest(id, tenant, self.metrics, model or self.model_name)
+            metrics = self.metrics.of(model if served is None else served.name)
+            admitted = AdmittedRequest(id, tenant, metrics, model if lease is None else lease.name)
+            admitted.context_length = None if lease is None else lease.engine.config.max_positions
             self._admitted[admitted] = None
             try:
                 yield admitted
             except (asyncio.CancelledError, GeneratorExit):
-                admitted.finish("abort")
+                admitted.abort()
                 raise
-            except BaseException:
-                admitted.finish("error")
+            except BaseException as error:
+                admitted.fail(error)
                 raise
             finally:
                 del self._admitted[admitted]
@@ -199,8 +222,10 @@ class Serving:
             self.metrics.rejected(str(error.code))
             raise
 
-    def _check(self, tenant: Tenant, own: _QueueLoad, tokens: int) -> None:
-        if (state := self.state) != "ready":
+    def _check(self, tenant: Tenant, own: _QueueLoad, tokens: int, model: ServedModel | None) -> None:
+        only = self.models.default if self.models.is_single else model
+        state = "stuck" if (state := self._state) == "ready" and only is not None and self.is_stuck(only) else state
+        if state != "ready":
             raise _unavailable(state, self.settings)
         settings, limits = self.settings, tenant.limits
         for name, limit in (
@@ -265,16 +290,22 @@ class _QueueLoad:
 
 
 class AdmittedRequest:
-    """One admitted request: reports its progress to the metrics, and what it came to also to the access log."""
+    """One admitted request: reports its progress to the metrics, and what it came to also to the access log and to
+    its trace."""
 
-    def __init__(self, request_id: str, tenant: Tenant, metrics: Metrics, model: str) -> None:
-        self.request_id, self.tenant, self._model = request_id, tenant, model
-        self._log_values = logs.request_values.get()
-        self._first_token: float | None = None
+    def __init__(self, request_id: str, tenant: Tenant, metrics: ModelMetrics, model: str) -> None:
+        self.request_id, self.tenant, self.model = request_id, tenant, model
+        self.context_length: int | None = None
+        self._log_values, self._trace = logs.request_values.get(), request_trace.get()
         self._metrics, self._start = metrics, time.perf_counter()
+        self._first_token: float | None = None  # when it came
         self._token_times: dict[int, float] = {}  # choice → when its latest token came
         self._prompt = self._generated = 0
-        self._reason: str | None = None
+        self._cached = 0
+        self._queue_seconds: float | None = None
+        self._reasons: list[str] = []  # of its choices
+        self._error: str | None = None
+        self._ended: float | None = None
         metrics.waiting.inc()
 
     def prompt(self, tokens: int) -> None:
@@ -289,7 +320,7 @@ class AdmittedRequest:
             self._metrics.waiting.dec()
             self._metrics.running.inc()
         if before is None:
-            self._first_token = self._first_token or now - self._start
+            self._first_token = self._first_token or now
             self._metrics.first_token.observe(now - self._start)
         for _ in range(count if before is not None else count - 1):
             self._metrics.inter_token.observe((now - (before or now)) / count)
@@ -297,16 +328,18 @@ class AdmittedRequest:
         self._generated += count
         self._metrics.generated_tokens.inc(count)
 
-    def cached(self, tokens: int) -> None:
-        """Count how many of the prompt's tokens were in the prefix cache."""
+    def computed(self, *, cached: int, queue_seconds: float | None) -> None:
+        """Count how many of the prompt's tokens were in the prefix cache; and how long it waited for its first step."""
+        self._cached, self._queue_seconds = cached, queue_seconds
         self._metrics.cache_queries.inc(self._prompt)
-        self._metrics.cache_hits.inc(tokens)
+        self._metrics.cache_hits.inc(cached)
 
     def progress(self) -> dict[str, Any]:
         """How far it is, for its own key: nothing of what it says."""
         return {
             "request_id": self.request_id,
-            "model": self._model,
+            "n_ctx": self.context_length,
+            "model": self.model,
             "is_processing": bool(self._token_times),  # it has tokens, and is not waiting for its prompt
             "prompt_tokens": self._prompt,
             "generated_tokens": self._generated,
@@ -314,24 +347,65 @@ class AdmittedRequest:
         }
 
     def finish(self, reason: str) -> None:
-        """Set the finish reason: stop, length or tool_calls (`admit` sets abort and error). The first one counts."""
-        self._reason = self._reason or reason
+        """Add the finish reason of a choice: stop, length or tool_calls. The first one counts for the request."""
+        self._reasons.append(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error."""
+        self._error = self._error or error_code(error)
+        self._reasons.append("error")
+
+    def abort(self) -> None:
+        """It ends because its client left, its time is up, or the server stops."""
+        self._error = self._error or CANCELED
+        self._reasons.append("abort")
+
+    @property
+    def reason(self) -> str:
+        return self._reasons[0] if self._reasons else "stop"
+
+    def figures(self) -> dict[str, Any]:
+        """What it came to, for the log."""
+        first, queued, ended = self._first_token, self._queue_seconds, self._ended or time.perf_counter()
+        return {
+            "model": self.model,
+            "prompt_tokens": self._prompt,
+            "cached_tokens": self._cached,
+            "tokens": self._generated,
+            "finish": self.reason,
+            **({} if queued is None else {"queue_ms": round(queued * 1e3, 1)}),
+            **({} if first is None else {"first_token_ms": round((first - self._start) * 1e3, 1)}),
+            "compute_ms": round((ended - self._start) * 1e3, 1),
+        }
 
     def close(self) -> None:
         metrics = self._metrics
         (metrics.running if self._token_times else metrics.waiting).dec()
-        metrics.duration.observe(time.perf_counter() - self._start)
+        self._ended = time.perf_counter()
+        metrics.duration.observe(self._ended - self._start)
         metrics.prompt_size.observe(self._prompt)
         metrics.generated_size.observe(self._generated)
-        metrics.finished(self._reason or "stop")
+        metrics.finished(self.reason)
         if self._log_values is not None:
-            self._log_values |= {"model": self._model, "prompt_tokens": self._prompt}
-            if self._first_token is not None:
-                self._log_values |= {
-                    "tokens": self._generated,
-                    "finish": self._reason or "stop",
-                    "first_token_ms": round(self._first_token * 1e3, 1),
-                }
+            self._log_values |= self.figures()
+        if self._trace is not None:
+            self._trace.record(self._inference(self._ended))
+
+    def _inference(self, ended: float) -> Inference:
+        return Inference(
+            model=self.model,
+            request_id=self.request_id,
+            began=self._start,
+            ended=ended,
+            queued=self._queue_seconds,
+            first_token=self._first_token,
+            last_token=max(self._token_times.values(), default=None),
+            prompt_tokens=self._prompt,
+            cached_tokens=self._cached,
+            tokens=self._generated,
+            reasons=tuple(self._reasons) or ("stop",),
+            error=self._error,
+        )
 
 
 def _queue_full(message: str, code: str, wait: int) -> ApiError:
@@ -344,5 +418,6 @@ def _unavailable(state: str, settings: ServerSettings) -> ApiError:
         "draining": "the server is shutting down and accepts no new requests",
         "stuck": f"the engine's step has not finished within {settings.step_timeout:g} s; try again later",
         "failed": "the model could not be loaded; see the server's log",
+        "absent": "the model is not loaded; a request to it loads it",
     }.get(state, "the engine has stopped; see the server's log")
     return ApiError(503, message, code=state, headers={"Retry-After": "1"} if state == "loading" else {})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-PATHS = "GET / lists the paths of this server, and GET /openapi.json describes them"
+import difflib
+from collections.abc import Collection
+
+PATHS = "GET /docs lists the paths of this server, and GET /openapi.json describes them"
+LONGEST = 64  # characters of a path that is looked for among those that exist
 HINTS = {  # beginnings of paths that clients of other APIs call, the longest match counts
     "/api/": "of Ollama's API there are chat, generate, embed, tags, ps, show and version: models are not managed here",
     "/chat/completions": "the path is /v1/chat/completions: the client's base URL must end in /v1",
@@ -16,18 +20,23 @@ HINTS = {  # beginnings of paths that clients of other APIs call, the longest ma
     "/v1/complete": "use POST /v1/chat/completions",
     "/v1/assistants": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
     "/v1/threads": "OpenAI's Assistants API is not supported; use POST /v1/chat/completions",
-    "/v1/audio": "speech is not supported over HTTP; use hw.pipeline in Python",
+    "/v1/audio/speech": "speech is not supported over HTTP; use hw.pipeline in Python",
     "/v1/images": "images are not supported",
     "/v1/moderations": "moderation is not supported; POST /classify serves a classifier",
-    "/v1/files": "files are not supported over HTTP",
-    "/v1/batches": "batches are not supported over HTTP",
     "/v1/fine_tuning": "training is not supported",
     "/lab": "this server has no Lab",
 }
 
 
-def not_found(path: str) -> str:
-    """The message of a 404. It repeats nothing that the client sent."""
-    known = [known for known in HINTS if path.startswith(known)]
-    hint = HINTS[max(known, key=len)] if known else PATHS
+def not_found(path: str, routes: Collection[str] = ()) -> str:
+    """The message of a 404 of a server that has `routes`. It repeats nothing that the client sent."""
+    known = [known for known in HINTS if f"{path}/".startswith(f"{known.rstrip('/')}/")]
+    if any(route.startswith("/lab") for route in routes):
+        known = [name for name in known if name != "/lab"]
+    if known:
+        hint = HINTS[max(known, key=len)]
+    elif len(path) <= LONGEST and (near := difflib.get_close_matches(path, routes, n=1, cutoff=0.8)):
+        hint = f"did you mean {near[0]}? {PATHS}"
+    else:
+        hint = PATHS
     return f"there is no such path; {hint}"

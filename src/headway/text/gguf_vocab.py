@@ -14,11 +14,13 @@ The metadata is not trusted: a wrong type, a mismatched length or an id out of r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
+from headway.kernels.native.bpe import Bpe, StringTable
 
 if TYPE_CHECKING:
     import tokenizers
@@ -36,10 +38,7 @@ class GgufVocab:
 
     backend: tokenizers.Tokenizer
     tokens: tuple[str, ...]
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    add_bos: bool
-    special_tokens: dict[str, str]  # bos_token, eos_token, unk_token, pad_token → their text
+    special: SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class PreTokenizer:
 
 DIGITS, FALCON = "<digits>", "<falcon>"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
@@ -106,14 +105,14 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer(_DEFAULT),
-    **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((_GPT2,))),
-    **dict.fromkeys(("olmo", "mpt"), PreTokenizer((_GPT2,), nfc=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), PreTokenizer((DIGITS, _GPT2))),
-    "command-r": PreTokenizer((DIGITS, _GPT2), nfc=True),
+    **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((GPT2,))),
+    **dict.fromkeys(("olmo", "mpt"), PreTokenizer((GPT2,), nfc=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), PreTokenizer((DIGITS, GPT2))),
+    "command-r": PreTokenizer((DIGITS, GPT2), nfc=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
@@ -146,7 +145,74 @@ def read_vocab(metadata: Mapping[str, object]) -> GgufVocab | None:
         backend, add_bos = _byte_level(metadata, tokens, pre), pre.add_bos
     else:
         backend, add_bos = _sentencepiece(metadata, tokens, types), True
-    return _with_special_tokens(metadata, backend, tokens, types, add_bos=add_bos)
+    special = _special_tokens(metadata, tokens, types, add_bos=add_bos)
+    _add(backend, tokens, special)
+    return GgufVocab(backend, tuple(tokens), special)
+
+
+def read_native(metadata: Mapping[str, object]) -> NativeBpe | None:
+    """The same as `read_vocab`, without the tokenizers package's model; None where that one has to look."""
+    tokens, merges = metadata.get(KEY + "tokens"), metadata.get(KEY + "merges")
+    if (
+        metadata.get(KEY + "model") != "gpt2"
+        or not isinstance(tokens, StringTable)
+        or not isinstance(merges, StringTable)
+    ):
+        return None
+    bpe, pre = Bpe.build(tokens, merges, MAX_TOKEN_CHARS), _pre(metadata)
+    if bpe is None:
+        return None
+    special = _special_tokens(metadata, bpe, _types(metadata, len(bpe)), add_bos=pre.add_bos)
+    if any(_merges_into(bpe, bpe[id]) for id in special.control):
+        return None
+    return NativeBpe(bpe, pre, special)
+
+
+class NativeBpe:
+    """Encodes text as `read_vocab`'s backend does: the same pre-tokenizer, then native byte-pair encoding."""
+
+    def __init__(self, bpe: Bpe, pre: PreTokenizer, special: SpecialTokens) -> None:
+        from tokenizers import normalizers
+
+        self.special, self._bpe, self._pre = special, bpe, pre
+        self._words = _pre_tokenizer(pre)
+        self._normalizer = normalizers.NFC() if pre.nfc else None
+        self.added = {id: bpe[id] for id in (*special.control, *special.user_defined)}
+        self._ids = {text: id for id, text in self.added.items()}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def __len__(self) -> int:
+        return len(self._bpe)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The ids of a text; names of control tokens are plain text unless `special`."""
+        ids: list[int] = []
+        begin = 0
+        for match in self._names.finditer(text) if self._names else ():
+            id = self._ids[match[0]]
+            if special or id not in self.special.control:
+                ids += [*self._encode(text[begin : match.start()]), id]
+                begin = match.end()
+        return ids + self._encode(text[begin:])
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            return []
+        if self._normalizer is not None:
+            text = self._normalizer.normalize_str(text)
+        return self._bpe.encode([w for w, _ in self._words.pre_tokenize_str(text)], whole=self._pre.ignore_merges)
+
+    def id_to_token(self, id: int) -> str | None:
+        return self._bpe[id] if 0 <= id < len(self._bpe) else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._bpe.find(token)
+
+
+def _merges_into(bpe: Bpe, name: str) -> bool:
+    """Whether merges may spell a control token in plain text: that takes two tokens that do."""
+    return any(bpe.find(name[:i]) is not None and bpe.find(name[i:]) is not None for i in range(1, len(name)))
 
 
 # --- the two models
@@ -227,29 +293,37 @@ def _pre_tokenizer(pre: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
 def _build(build: Callable[[], Any]) -> Any:
     try:
         return build()
-    except Exception as error:  # tokenizers raises bare Exception, e.g. for a merge of unknown tokens
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a merge whose result is unknown is a panic, which is not an Exception
         raise BadModelFile(f"{KEY}tokens and {KEY}merges do not form a tokenizer: {error}") from error
 
 
 # --- special ids
 
 
-def _with_special_tokens(
-    metadata: Mapping[str, object], backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], *, add_bos: bool
-) -> GgufVocab:
-    from tokenizers import AddedToken
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids that the metadata names: begin and end, tokens that are not text, and tokens that text may spell."""
 
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    add_bos: bool
+    control: tuple[int, ...]
+    user_defined: tuple[int, ...]
+    names: dict[str, str]  # bos_token, eos_token, unk_token, pad_token → their text
+
+
+def _special_tokens(
+    metadata: Mapping[str, object], tokens: Sequence[str] | Bpe, types: list[int], *, add_bos: bool
+) -> SpecialTokens:
     bos, eos = _id(metadata, "bos_token_id", tokens), _id(metadata, "eos_token_id", tokens)
     if metadata[KEY + "model"] == "llama":  # the ids of every such SentencePiece model
-        bos = 1 if bos is None and tokens[1:2] == ["<s>"] else bos
-        eos = 2 if eos is None and tokens[2:3] == ["</s>"] else eos
+        bos = 1 if bos is None and len(tokens) > 1 and tokens[1] == "<s>" else bos
+        eos = 2 if eos is None and len(tokens) > 2 and tokens[2] == "</s>" else eos
     ends = (eos, _id(metadata, "eot_token_id", tokens), _id(metadata, "eom_token_id", tokens))
     eos_ids = tuple(dict.fromkeys(id for id in ends if id is not None))
     roles = {id for id in (bos, *eos_ids) if id is not None}
-    special = [tokens[id] for id, kind in enumerate(types) if kind in (CONTROL, UNKNOWN) or id in roles]
-    plain = [tokens[id] for id, kind in enumerate(types) if kind == USER_DEFINED and id not in roles]
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
-    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in plain])
     wants_bos = _flag(metadata, "add_bos_token", add_bos and bos is not None)
     if wants_bos and bos is None:
         raise BadModelFile(f"{KEY}add_bos_token is true and {KEY}bos_token_id is missing")
@@ -259,8 +333,22 @@ def _with_special_tokens(
         "unk_token": _id(metadata, "unknown_token_id", tokens),
         "pad_token": _id(metadata, "padding_token_id", tokens),
     }
-    texts = {name: tokens[id] for name, id in named.items() if id is not None}
-    return GgufVocab(backend, tuple(tokens), bos, eos_ids, wants_bos, texts)
+    other = [id for id, kind in enumerate(types) if kind != NORMAL]
+    return SpecialTokens(
+        bos,
+        eos_ids,
+        wants_bos,
+        control=tuple(sorted({*(id for id in other if types[id] in (CONTROL, UNKNOWN)), *roles})),
+        user_defined=tuple(id for id in other if types[id] == USER_DEFINED and id not in roles),
+        names={name: tokens[id] for name, id in named.items() if id is not None},
+    )
+
+
+def _add(backend: tokenizers.Tokenizer, tokens: Sequence[str], special: SpecialTokens) -> None:
+    from tokenizers import AddedToken
+
+    backend.add_special_tokens([AddedToken(tokens[id], normalized=False, special=True) for id in special.control])
+    backend.add_tokens([AddedToken(tokens[id], normalized=False, special=False) for id in special.user_defined])
 
 
 # --- untrusted values
@@ -348,7 +436,7 @@ def _text(value: object, where: str) -> str:
     raise BadModelFile(f"{where} is {value!r}; it must be a string")
 
 
-def _id(metadata: Mapping[str, object], name: str, tokens: Sequence[str]) -> int | None:
+def _id(metadata: Mapping[str, object], name: str, tokens: Sized) -> int | None:
     value = metadata.get(KEY + name)
     if value is None:
         return None

@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import operator
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, InvalidToken, Unsupported, WrongType
 from headway.base.files import read_json
 from headway.base.text import check_unicode
-from headway.text.gguf_vocab import SPACE, read_vocab
+from headway.text.gguf_vocab import SPACE, NativeBpe, read_native, read_vocab
 from headway.text.templates.chat_template import gguf_template_sources, template_sources
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ END_MARKERS = (
     "<|call|>",
     "<|END_OF_TURN_TOKEN|>",
 )
+LONG_NATIVE = 1 << 15  # characters that are split into words with the GIL held, for some milliseconds
+LONG = 4096  # characters of a text that is encoded without the GIL, which `tokenizers` releases for batches only
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -60,28 +62,33 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: tokenizers.Tokenizer | NativeBpe,
         *,
+        make_backend: Callable[[], tokenizers.Tokenizer] | None = None,
         bos_id: int | None = None,
         eos_ids: tuple[int, ...] = (),
         add_bos: bool = False,
         special_tokens: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size` is the largest id + 1, if known."""
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = False
-        self.backend = backend
+        """`vocab_size` is the largest id + 1, if known. `make_backend` gives what a native one stands for."""
+        self._native = backend if isinstance(backend, NativeBpe) else None
+        self._make_backend = make_backend
         self.bos_id, self.eos_ids, self.add_bos = bos_id, eos_ids, add_bos
         self.special_tokens = dict(special_tokens or {})
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.decoding = _token_decoding(backend)
-        if vocab_size is None:
-            vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.vocab_size = vocab_size
-        self._added = {id: token.content for id, token in added.items()}
+        if isinstance(backend, NativeBpe):
+            self.special_ids = frozenset(backend.special.control)
+            self.decoding = TokenDecoding("bytes")
+            self.vocab_size, self._added = len(backend), backend.added
+        else:
+            self.backend = _prepared(backend)
+            added = backend.get_added_tokens_decoder()
+            self.special_ids = frozenset(id for id, token in added.items() if token.special)
+            self.decoding = _token_decoding(backend)
+            if vocab_size is None:
+                vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            self.vocab_size = vocab_size
+            self._added = {id: token.content for id, token in added.items()}
         self._bytes: dict[int, bytes] = {}
         self._plain: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
@@ -108,26 +115,42 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer | None:
         """The tokenizer in GGUF metadata; None if it has none."""
-        vocab = read_vocab(metadata)
-        if vocab is None:
+        native = read_native(metadata)
+        vocab = read_vocab(metadata) if native is None else None
+        if native is not None:
+            backend, special, size = native, native.special, len(native)
+        elif vocab is not None:
+            backend, special, size = vocab.backend, vocab.special, len(vocab.tokens)
+        else:
             return None
-        ends = [*vocab.eos_ids, *_end_markers(vocab.backend, gguf_template_sources(metadata))]
+        ends = [*special.eos_ids, *_end_markers(backend, gguf_template_sources(metadata))]
         return cls(
-            vocab.backend,
-            bos_id=vocab.bos_id,
+            backend,
+            make_backend=partial(_gguf_backend, metadata),
+            bos_id=special.bos_id,
             eos_ids=tuple(dict.fromkeys(ends)),
-            add_bos=vocab.add_bos,
-            special_tokens=vocab.special_tokens,
-            vocab_size=len(vocab.tokens),
+            add_bos=special.add_bos,
+            special_tokens=special.names,
+            vocab_size=size,
         )
+
+    @cached_property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The tokenizers package's own, made when something asks for it."""
+        assert self._make_backend is not None, "without a native one it is there from the start"
+        return _prepared(self._make_backend())
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The ids of `text`, without BOS or EOS. Names of special tokens are plain text unless `special`."""
         if not isinstance(text, str):
             raise WrongType(f"text is a {type(text).__name__}; it must be a str")
         check_unicode(text)
+        if self._native is not None and len(text) <= LONG_NATIVE:
+            return self._native.encode(text, special=special)
         backend = self.backend if special else self._plain_backend()
-        return backend.encode(text, add_special_tokens=False).ids
+        if len(text) <= LONG:
+            return backend.encode(text, add_special_tokens=False).ids
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; with `skip_special`, without special tokens."""
@@ -167,14 +190,18 @@ class Tokenizer:
                 raise InvalidToken(f"token id {id} is not in the vocabulary of {self.vocab_size} tokens")
         return checked
 
+    def vocabulary(self) -> list[str | None]:
+        """The name of every token, by id; None where an id has no token."""
+        return [self.backend.id_to_token(id) for id in range(self.vocab_size)]
+
     def _name(self, id: int) -> str | None:
-        return self._added.get(id) or self.backend.id_to_token(id)
+        return self._added.get(id) or (self._native or self.backend).id_to_token(id)
 
     def _token_bytes(self, id: int) -> bytes:
-        found = self._bytes.get(id)
-        if found is None:
-            found = self._bytes[id] = self._read_bytes(id)
-        return found
+        data = self._bytes.get(id)
+        if data is None:
+            data = self._bytes[id] = self._read_bytes(id)
+        return data
 
     def _read_bytes(self, id: int) -> bytes:
         name = self._name(id)
@@ -195,6 +222,19 @@ class Tokenizer:
             if self._plain is None:
                 self._plain = _plain_copy(self.backend, {self._added[id] for id in self.special_ids})
             return self._plain
+
+
+def _prepared(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    return backend
+
+
+def _gguf_backend(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
+    vocab = read_vocab(metadata)
+    assert vocab is not None
+    return vocab.backend
 
 
 def strip_front(text: str, spaces: int) -> tuple[str, int]:
@@ -277,8 +317,8 @@ def _shared_copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
     for id in sorted(added):
         (plain.add_special_tokens if added[id].special else plain.add_tokens)([added[id]])
     plain.encode_special_tokens = True
-    found = plain.get_added_tokens_decoder()
-    return plain if {id: repr(t) for id, t in found.items()} == {id: repr(t) for id, t in added.items()} else None
+    decoder = plain.get_added_tokens_decoder()
+    return plain if {id: repr(t) for id, t in decoder.items()} == {id: repr(t) for id, t in added.items()} else None
 
 
 def _remove_special(state: dict[str, Any], special: set[str]) -> bool:
@@ -363,9 +403,9 @@ def _generation_eos(folder: Path) -> list[int]:
     return ids
 
 
-def _end_markers(backend: tokenizers.Tokenizer, templates: Mapping[str, str]) -> list[int]:
+def _end_markers(backend: tokenizers.Tokenizer | NativeBpe, templates: Mapping[str, str]) -> list[int]:
     text = "".join(templates.values())
     # Where a turn ends with <|return|> or <|call|>, <|end|> ends only one message of it.
     skip = {"<|end|>"} if "<|return|>" in text else set()
-    found = (backend.token_to_id(marker) for marker in END_MARKERS if marker in text and marker not in skip)
-    return [id for id in found if id is not None]
+    ids = (backend.token_to_id(marker) for marker in END_MARKERS if marker in text and marker not in skip)
+    return [id for id in ids if id is not None]

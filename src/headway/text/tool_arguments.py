@@ -115,8 +115,8 @@ class _Check:
         if isinstance(value, dict):
             return self._wrong_object(schema, value, where, depth)
         if isinstance(value, list) and "items" in schema:
-            found = (self.wrong(schema["items"], one, f"{where}[{i}]", depth + 1) for i, one in enumerate(value))
-            return next(filter(None, found), None)
+            problems = (self.wrong(schema["items"], one, f"{where}[{i}]", depth + 1) for i, one in enumerate(value))
+            return next(filter(None, problems), None)
         return None
 
     def _wrong_object(self, schema: Mapping[str, Any], value: dict[str, Any], where: str, depth: int) -> str | None:
@@ -140,23 +140,25 @@ class _Check:
             if why := self.wrong(part, value, where, depth + 1):
                 return why
         for word in ("anyOf", "oneOf"):
-            found = [self.wrong(part, value, where, depth + 1) for part in schema.get(word, ())]
-            if found and all(found):
+            problems = [self.wrong(part, value, where, depth + 1) for part in schema.get(word, ())]
+            if problems and all(problems):
                 return (
-                    found[0] if len(found) == 1 else f"{where} is {_show(value)}; none of its {len(found)} forms fits"
+                    problems[0]
+                    if len(problems) == 1
+                    else f"{where} is {_show(value)}; none of its {len(problems)} forms fits"
                 )
-            if word == "oneOf" and found.count(None) > 1:
-                return f"{where} is {_show(value)}; it fits {found.count(None)} of its forms and should fit one"
+            if word == "oneOf" and problems.count(None) > 1:
+                return f"{where} is {_show(value)}; it fits {problems.count(None)} of its forms and should fit one"
         return None
 
     def _resolve(self, reference: Any) -> Any:
-        found: Any = self._root
+        node: Any = self._root
         start, *steps = str(reference).split("/")
         for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        if start != "#" or found is None:
+            node = node.get(step) if isinstance(node, Mapping) else None
+        if start != "#" or node is None:
             raise InvalidInput(f"the schema refers to {reference!r:.80}, which is not inside it")
-        return found
+        return node
 
 
 def _is_kind(value: Any, kind: str) -> bool:

@@ -58,14 +58,14 @@ def _signature(fn: Callable[..., Any]) -> tuple[str, dict[str, inspect.Parameter
     if not name.isidentifier():
         raise InvalidInput(f"the function is called {name!r}; a tool needs a name, so use def")
     hints = _hints(fn, name)
-    found = {}
+    arguments = {}
     for key, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise InvalidInput(f"the parameter {str(parameter)!r} of {name} cannot be passed by name, as tools require")
         if key not in hints:
             raise InvalidInput(f"the parameter {key!r} of {name} has no annotation; write its type, as in {key}: str")
-        found[key] = parameter.replace(annotation=hints[key])
-    return name, found
+        arguments[key] = parameter.replace(annotation=hints[key])
+    return name, arguments
 
 
 def _hints(of: Any, name: str) -> dict[str, Any]:

@@ -129,6 +129,10 @@ def test_a_stream_that_is_cut_leaves_nothing(client, scene):
         ({"stop_sequences": [""]}, r"stop_sequences\[0\] is empty"),
         ({"container": "c"}, "'container' is unknown or not supported"),
         ({"messages": [{"role": "assistant", "content": " "}]}, "it must have text"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+            r"tools\[0\]: .* must be custom, got 'web_search_20250305'; there are no built-in tools",
+        ),
     ],
 )
 def test_errors_are_anthropics(scene, fields, message):

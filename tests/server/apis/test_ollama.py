@@ -110,7 +110,7 @@ def test_a_stream_that_is_cut_leaves_nothing_here(client, scene):
     [
         ("/api/chat", {"model": "llama"}, 404, "model 'llama' does not exist"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, 400, "images"),
-        ("/api/chat", {"options": {"mirostat": 2}}, 400, r"options\.mirostat"),
+        ("/api/chat", {"options": {"mirostat": 3}}, 400, r"mirostat is 3"),
         ("/api/chat", {"options": {"num_ctx": 1 << 30}}, 400, "this model's context length is"),
         ("/api/chat", {"options": {"num_predict": 0}}, 400, r"options\.num_predict is 0"),
         ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, 400, "system is for the template"),

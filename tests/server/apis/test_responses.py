@@ -11,6 +11,7 @@ import pytest
 from openai.types.responses import Response as OpenAIResponse
 from pydantic import BaseModel
 
+from headway.server.responses.output import NOT_HERE
 from headway.server.responses.response_schema import ResponseObject
 
 TOOL: dict[str, Any] = {
@@ -53,6 +54,14 @@ def test_a_text_is_answered_and_not_stored(client, scene):
     with pytest.raises(openai.NotFoundError, match="there is no response"):
         client.responses.retrieve(response.id)
     quiet(scene)
+
+
+def test_a_response_has_every_field_that_clients_look_for(client, scene):
+    scene.say("Hello.")
+    raw = client.responses.with_raw_response.create(input="Say hello.", store=False, **FIELDS).http_response.json()
+    required = {name for name, field in OpenAIResponse.model_fields.items() if field.is_required()}
+    assert {*required, *NOT_HERE, "service_tier", "prompt_cache_key", "safety_identifier"} <= set(raw)
+    assert {raw[name] for name in NOT_HERE} == {None}
 
 
 def test_the_events_of_a_stream_come_in_openais_order(client, scene):
@@ -258,7 +267,7 @@ def test_streams_that_are_cut_leave_nothing(client, scene):
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "encrypted_content"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "a JSON object"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "x", "conversation": "c"}, "'conversation' is unknown or not supported"),
+        ({"input": "x", "prompt": {"id": "p"}}, "'prompt' is unknown or not supported"),
         ({"input": "x", "truncation": "auto"}, "'truncation'"),
         ({"input": "x", "background": True, "stream": True}, "is not streamed"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "has no schema"),

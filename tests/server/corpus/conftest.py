@@ -53,6 +53,7 @@ def bystander(served: Live, right: Any) -> Iterator[None]:
         while not end.is_set() or not found:
             asking.set()
             found.append(tokens_of(served))
+            end.wait(0.03)  # leaves the machine to the attack
 
     with ThreadPoolExecutor(1) as threads:
         pending = threads.submit(ask)

@@ -56,7 +56,7 @@ def test_a_million_stop_strings(served: Live, path: str) -> None:
     stops = [f"{i:x}" for i in range(700_000)] + ["a"] * 300_000  # within the size that a body may have
     error = refused_whole(served, path, request_body(path, stop=stops))
     assert (error["param"], error["code"]) == ("stop", "too_many")
-    assert "1000000" in error["message"]
+    assert "the body has, with those of 'stop', more than 131072 lists, objects and texts" in error["message"]
 
 
 @pytest.mark.parametrize("field", ["bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias", "choice"])
@@ -68,7 +68,7 @@ def test_many_of_anything(served: Live, field: str) -> None:
         "logit_bias": {str(i): 1 for i in range(MANY)},
     }
     shaped = {"structured_outputs": {"choice": ["a"] * MANY}} if field == "choice" else {field: values[field]}
-    assert refused_whole(served, C, request_body(C, **shaped))["param"] in (field, f"structured_outputs.{field}")
+    assert refused_whole(served, C, request_body(C, **shaped))["param"] in (field, "structured_outputs")
 
 
 def test_many_messages_tools_prompts_and_fields(served: Live) -> None:

@@ -1,4 +1,4 @@
-"""A server with a small random model, for requests by the thousand."""
+"""A server with a small random model, for requests by the thousand; and one with every route there is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from headway.server.keys import add_key
+from headway.server.pooling import PoolingModels
+from support import encoders, senses
+from support.adapter_files import saved_adapter
 from support.live import Live, live
 from support.small import small_engine
 
@@ -17,6 +21,7 @@ LIMITS: dict[str, Any] = {
     "request_timeout": 60.0,
     "stored_seconds": 0.5,
 }
+ADAPTER = "red"
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +29,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder: Path = tmp_path_factory.mktemp("small") / "model"
     with live(small_engine(folder), **LIMITS) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, str]]:
+    """A server with models for embeddings, scores, labels and speech and with adapters to load, and its admin key."""
+    root = tmp_path_factory.mktemp("whole")
+    parts = {
+        "embed": (encoders.model("bert", "base"), encoders.tokenizer("bert")),
+        "rerank": (encoders.model("bert", "classify", num_labels=1), encoders.tokenizer("bert")),
+        "classify": (encoders.model("bert", "classify"), encoders.tokenizer("bert")),
+        "audio": senses.whisper(languages=True),
+    }
+    for role, saved in parts.items():
+        for part in saved:
+            part.save_pretrained(root / role)
+    engine = small_engine(root / "model")
+    saved_adapter(root / "loras" / ADAPTER, engine.config, seed=1)
+    pooling = PoolingModels({role: str(root / role) for role in parts}, device="cpu")
+    limits = LIMITS | {"stored_seconds": 600.0, "lora_dir": root / "loras", "allow_chat_template": True}
+    key = add_key(root / "keys.json", "admin", admin=True)
+    with live(engine, pooling, key_file=root / "keys.json", **limits) as server:
+        yield server, key

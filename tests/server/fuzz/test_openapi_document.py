@@ -6,17 +6,18 @@ tokens stay what they were, and in the end no page is held. HEADWAY_FUZZ_SECONDS
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import Any
 
 import pytest
+import requests
 
 from support.fuzzing import Fuzzer
 from support.live import Live
 from support.small import at_rest, tokens_of
 
-SHORT = 4.0  # seconds, and one round in any case
 LONG = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "1200"))
 ANSWERED = (
     "/v1/completions",
@@ -26,6 +27,11 @@ ANSWERED = (
     "/v1/responses",
     "/v1/messages",
     "/api/chat",
+)
+EVERYWHERE = (  # routes of every part of the server
+    *("/v1/conversations", "/v1/files", "/v1/batches", "/infill", "/api/generate", "/v1/messages/count_tokens"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/score", "/classify", "/pooling", "/v1/audio/transcriptions"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 
 
@@ -41,10 +47,53 @@ def fuzz(served: Live, seconds: float, number: int, **how: Any) -> None:
 
 
 def test_the_server_is_as_it_describes_itself(served: Live) -> None:
-    fuzz(served, SHORT, 0, paths=ANSWERED, examples=8)
+    fuzz(served, 0, 0, paths=ANSWERED, examples=6)
+
+
+def stored(url: str, session: requests.Session) -> dict[str, list[str]]:
+    """Things that routes name by their ids."""
+
+    def post(path: str, **body: Any) -> Any:
+        return session.post(f"{url}{path}", json=body, timeout=60).json()
+
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
+    files = {"file": ("rows.jsonl", json.dumps(line).encode())}
+    file = session.post(f"{url}/v1/files", files=files, data={"purpose": "batch"}, timeout=60).json()["id"]
+    batch = post("/v1/batches", input_file_id=file, endpoint="/v1/completions", completion_window="24h")["id"]
+    conversation = post("/v1/conversations", items=[{"type": "message", "role": "user", "content": "hello"}])["id"]
+    (item,) = session.get(f"{url}/v1/conversations/{conversation}/items", timeout=60).json()["data"]
+    response = post("/v1/responses", input="hello", max_output_tokens=2)["id"]
+    named = {"file_id": file, "batch_id": batch, "conversation_id": conversation, "item_id": item["id"]}
+    return {name: [one] for name, one in {"model": "smollm2", "response_id": response, **named}.items()}
+
+
+def fuzz_whole(whole: tuple[Live, str], seconds: float, number: int, examples: int) -> None:
+    served, key = whole
+    session = requests.Session()
+    session.headers["authorization"] = f"Bearer {key}"
+    ids = stored(served.url, session)
+    fuzzer = Fuzzer(served, session, ids)
+    fuzzer.rounds(seconds, number, examples=examples)
+    asked = {label for label, _ in fuzzer.seen}
+    assert asked == fuzzer.operations
+    assert {f"POST {path}" for path in EVERYWHERE} <= asked
+    for id in {*fuzzer.responses, *ids["response_id"]}:  # those that are stored hold their contexts
+        assert session.delete(f"{served.url}/v1/responses/{id}", timeout=60).status_code in (200, 404)
+    at_rest(served)
+
+
+@pytest.mark.slow
+def test_every_route_there_is_is_as_it_is_described(whole: tuple[Live, str]) -> None:
+    fuzz_whole(whole, 0, 1, examples=4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG + 600)
 def test_the_server_is_as_it_describes_itself_for_long(served: Live) -> None:
-    fuzz(served, LONG, int(time.time()))
+    fuzz(served, LONG / 2, int(time.time()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG + 600)
+def test_every_route_is_as_it_is_described_for_long(whole: tuple[Live, str]) -> None:
+    fuzz_whole(whole, LONG / 2, int(time.time()), examples=15)

@@ -31,7 +31,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 REFUSED = "Failed to load resource"  # what chromium says of any answer that is an error
-PATIENCE = 30_000  # milliseconds
+PATIENCE = 120_000  # milliseconds until a test gives up; nothing is asserted about times
 
 
 @pytest.fixture(scope="session")

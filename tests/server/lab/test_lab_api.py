@@ -14,9 +14,10 @@ from lab_models import nasty_folder
 from lab_serving import lab_live
 
 import headway as hw
-from headway.base.brle import Brle
-from headway.server.lab.page import HEADERS, STATIC, TYPES, files
+from headway.base.specs.brle import Brle
+from headway.server.lab.page import STATIC, files
 from headway.server.lab.schema import Base64Array
+from headway.server.page_files import PAGE_HEADERS, TYPES
 from support.live import Live
 from support.oracle import Oracle
 
@@ -276,11 +277,11 @@ def test_files_are_served_with_a_strict_policy_and_nothing_else_is(lab_server: L
         response = lab_server.get(f"/lab/{name}")
         assert response.status == 200, name
         headers = {key.lower(): value for key, value in response.headers.items()}
-        for header, value in HEADERS.items():
+        for header, value in PAGE_HEADERS.items():
             assert headers[header.lower()] == value, name
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["content-type"] == TYPES[Path(name or "x.html").suffix]
-    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+    assert "unsafe" not in PAGE_HEADERS["Content-Security-Policy"]
     for path in ("/lab/none.js", "/lab/..%2fpage.py", "/lab/static/main.js", "/lab/%2e%2e/wire.py", "/lab/main.js/"):
         assert lab_server.get(path).status == 404, path
 
@@ -310,3 +311,10 @@ def test_what_is_recorded_is_a_real_distribution() -> None:
 def test_the_model_route_has_the_format_of_the_weights_in_memory(lab_server: Live) -> None:
     result = lab_server.get("/lab/api/model").json
     assert result["format"] == lab_server.engine.info.format == "int4 in groups of 32, int8 in groups of 32"
+
+
+def test_a_path_below_the_lab_that_does_not_exist_denies_no_lab(lab_server: Live) -> None:
+    assert lab_server.get("/").json["links"]["lab"] == "/lab/"
+    for path in ("/lab/no/such", "/labx"):
+        reply = lab_server.get(path)
+        assert (reply.status, "no Lab" in reply.error["message"]) == (404, False)

@@ -130,6 +130,7 @@ def test_the_whole_lesson_by_keyboard_alone(lab_server: Live, visit: Callable[..
     assert int(page.locator("#score").inner_text()) == points
 
 
+@pytest.mark.slow
 def test_the_lesson_by_touch_on_a_phone(lab_server: Live, visit: Callable[..., Any]) -> None:
     page = visit(lab_server.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True).page
     page.wait_for_selector("#commit-output")

@@ -16,9 +16,9 @@ from lab_models import NASTY, nasty_folder
 from lab_serving import lab_live
 
 import headway as hw
-from headway.base.brle import Brle
 from headway.base.rng import uniform
-from headway.base.samplers import Sampling
+from headway.base.specs.brle import Brle
+from headway.base.specs.samplers import Sampling
 from headway.kernels.reference import sampling
 from headway.server.lab.schema import Base64Array
 from support.live import Live
@@ -135,7 +135,7 @@ def settled(page: Any) -> float:
 def test_sliders_move_the_numbers_and_stay_equal_to_the_engine(lab_server: Live, visit: Callable[..., Any]) -> None:
     page = visit(lab_server.url, "/lab/#lab").page
     assert settled(page) < 1e-6
-    assert "38.7%" in page.locator("#distribution .bars li").first.inner_text()
+    assert "35.8%" in page.locator("#distribution .bars li").first.inner_text()
     page.get_by_role("button", name="Chat: T 0.7, top-p 0.9").click()
     page.locator(".strip", has_text="2 stay").wait_for()
     assert settled(page) < 1e-6
@@ -219,6 +219,19 @@ def test_a_broken_link_is_told_and_the_page_stays_usable(lab_server: Live, visit
         assert message.count() == (link != ""), link
         assert page.locator("#prompt").input_value() == PROMPT
     assert settled(page) < 1e-6
+
+
+def test_a_link_that_is_written_late_does_not_bring_the_visitor_back(
+    lab_server: Live, visit: Callable[..., Any]
+) -> None:
+    page = visit(lab_server.url, "/lab/#lab").page
+    page.locator(".crumbs", has_text="tokens").wait_for()
+    lab_server.until(lambda: page.evaluate("location.hash").startswith("#lab?s="))
+    written = page.evaluate("() => { document.getElementById('tab-tree').click(); return location.hash; }")
+    lab_server.until(lambda: page.evaluate("location.hash") != written)  # a change is written, after a while
+    page.evaluate("() => { document.getElementById('tab-next').click(); history.pushState(null, '', '#home'); }")
+    page.wait_for_timeout(600)
+    assert page.evaluate("location.hash") == "#home"
 
 
 def test_what_a_model_refuses_is_said_and_the_page_stays_usable(lab_server: Live, visit: Callable[..., Any]) -> None:

@@ -172,6 +172,13 @@ def test_a_form_and_tools_are_one_or_the_other(scenes, template):
     (call,) = message["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
     assert finish == "tool_calls"
+    more = text + "\n\nIt is sunny there."  # which does not follow the format, and clients would parse it
+    message, finish = said(scenes(template), more, end, tools=[WEATHER, OTHER], response_format=form)
+    assert ([call["function"]["name"] for call in message["tool_calls"]], message["content"]) == (["weather"], None)
+    unknown = text.replace("weather", "climate")
+    message, finish = said(scenes(template), unknown, end, tools=[WEATHER, OTHER], response_format=form)
+    assert message["content"] is None or json.loads(message["content"])["sky"] in ("blue", "gray")
+    assert {call["function"]["name"] for call in message.get("tool_calls", ())} <= {"weather", "sing"}
     content = FINAL.get(template, "") + '{"sky": "purple"}'
     message, finish = said(scenes(template), content, end, tools=[WEATHER], response_format=form)
     assert json.loads(message["content"])["sky"] in ("blue", "gray")

@@ -15,6 +15,12 @@ OFF = {
     "early_stopping": False,
     "spaces_between_special_tokens": True,
     "documents": [],
+    "id_slot": -1,
+    "lora": [],
+    "n_probs": 0,
+    "reasoning_format": "auto",
+    "return_progress": False,
+    "timings_per_token": False,
     "no_such_field": None,
 }
 
@@ -24,6 +30,7 @@ def test_what_is_off_is_accepted(served):
     assert served.complete("The sky is", **GREEDY, **OFF)["choices"] == plain
     chat = served.chat(USER, **GREEDY)["choices"]
     more = {"functions": [], "function_call": None, "tools": [], "best_of": 1, "echo": False, "audio": None}
+    more |= {"logprobs": False, "top_logprobs": 0}
     assert served.chat(USER, **GREEDY, **OFF, **more)["choices"] == chat
 
 

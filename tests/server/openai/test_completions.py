@@ -50,6 +50,23 @@ def test_a_request_gives_the_tokens_of_the_same_call_in_process(served, options,
     assert response["usage"]["prompt_tokens"] == len(served.engine.tokenizer.encode(PROMPT))
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [{"dry_multiplier": 0.8, "dry_allowed_length": 1}, {"xtc_probability": 0.7}, {"mirostat": 2, "mirostat_tau": 3.0}],
+)
+def test_dry_xtc_and_mirostat_are_those_of_the_same_call_in_process(served, rule):
+    expected, _ = in_process(served.engine, PROMPT, hw.Multinomial(seed=7), max_tokens=12, **rule)
+    assert text(served.complete(PROMPT, max_tokens=12, seed=7, **rule)) == expected
+    options = {"num_predict": 12, "seed": 7, "temperature": 1.0, **rule}
+    asked = {"model": "smollm2", "prompt": PROMPT, "raw": True, "stream": False, "options": options}
+    assert served.post("/api/generate", **asked).json["response"] == expected
+
+
+def test_the_repetition_penalty_has_the_name_of_llama_server_too(served):
+    expected = served.complete(PROMPT, max_tokens=12, temperature=0, repetition_penalty=1.5)
+    assert text(served.complete(PROMPT, max_tokens=12, temperature=0, repeat_penalty=1.5)) == text(expected)
+
+
 def test_several_choices_are_the_draws_of_one_seed(served):
     async def program(engine):
         async with engine.context() as ctx:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 import headway as hw
 from headway.program.constraints.constraint import compile
-from headway.server.openai.token_bounds import BadWords
+from headway.server.api.token_bounds import BadWords
 from headway.testing import ScriptedRunner
 from support.live import Live, live
 
@@ -56,15 +58,25 @@ def test_a_stream_ends_with_the_reason(scripted: Live) -> None:
 
 
 def test_clients_beside_eight_such_grammars_are_served(scripted: Live) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        slow = [pool.submit(scripted.post, "/v1/completions", **SLOW) for _ in range(8)]
-        served = 0
-        while not all(request.done() for request in slow):
-            assert scripted.complete("y", max_tokens=2)["usage"]["completion_tokens"] == 2
-            served += 1
-    assert [request.result().error["code"] for request in slow] == ["grammar_too_slow"] * 8
-    assert served > 2
-    scripted.until(scripted.is_quiet)
+    def seconds() -> float:
+        began = time.perf_counter()
+        assert scripted.complete("y", max_tokens=2)["usage"]["completion_tokens"] == 2
+        return time.perf_counter() - began
+
+    found = []
+    for _ in range(3):  # the machine may be busy with other things
+        alone = statistics.median(seconds() for _ in range(20))
+        beside = []
+        with ThreadPoolExecutor(8) as pool:
+            slow = [pool.submit(scripted.post, "/v1/completions", **SLOW) for _ in range(8)]
+            while not beside or not all(request.done() for request in slow):
+                beside.append(seconds())
+        assert [request.result().error["code"] for request in slow] == ["grammar_too_slow"] * 8
+        scripted.until(scripted.is_quiet)
+        found.append((statistics.median(beside), alone))
+        if found[-1][0] < 10 * alone + 0.2:  # eight of them once made it take 14 seconds
+            return
+    pytest.fail(f"beside them and alone it took {found} seconds")
 
 
 # --- bad words

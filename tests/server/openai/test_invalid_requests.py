@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from headway.server.openai.request_schema import IGNORED, ChatRequest, CompletionRequest
+from headway.server.api.request_schema import IGNORED, ChatRequest, CompletionRequest
 
 C, M = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -36,6 +36,12 @@ COMMON = [
     ({"top_k": 1.5}, "top_k", ["integer"]),
     ({"min_p": 2}, "min_p", ["2"]),
     ({"typical_p": 0}, "typical_p", ["0"]),
+    ({"dry_multiplier": -1}, "dry_multiplier", ["-1"]),
+    ({"dry_base": 2}, "dry_base", ["dry_multiplier"]),
+    ({"xtc_probability": 2}, "xtc_probability", ["2"]),
+    ({"mirostat": 3}, "mirostat", ["3"]),
+    ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty", ["2", "3"]),
+    ({"mirostat": 2, "temperature": 0}, "mirostat", ["temperature"]),
     ({"repetition_penalty": 0}, "repetition_penalty", ["0"]),
     ({"seed": -(1 << 63) - 1}, "seed", [str(-(1 << 63) - 1)]),
     ({"seed": 1 << 64}, "seed", [str(1 << 64)]),
@@ -66,7 +72,7 @@ COMMON = [
     ({"bad_words": [[]]}, "bad_words", ["empty"]),
     ({"bad_words": [[49152]]}, "bad_words", ["49152", "49151"]),
     ({"bad_words": ["a"] * 4097}, "bad_words", ["4097", "4096"]),
-    ({"prompt_logprobs": 65}, "prompt_logprobs", ["65", "64"]),
+    ({"prompt_logprobs": 49153}, "prompt_logprobs", ["49153", "49152"]),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream"]),
     ({"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", ["unknown"]),
@@ -84,8 +90,15 @@ COMMON = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ["0", "8192"]),
     ({"truncate_prompt_tokens": 8193}, "truncate_prompt_tokens", ["8193", "8192"]),
     ({"cache_salt": ""}, "cache_salt", ["1"]),
-    ({"use_beam_search": True}, "use_beam_search", ["unknown"]),
-    ({"length_penalty": True}, "length_penalty", ["unknown"]),
+    ({"use_beam_search": True, "stream": True}, "stream", ["use_beam_search"]),
+    ({"use_beam_search": True, "temperature": 0.5}, "temperature", ["use_beam_search"]),
+    ({"use_beam_search": True, "n": 2, "xtc_probability": 0.5}, "xtc_probability", ["use_beam_search"]),
+    ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of", ["3", "2"]),
+    ({"use_beam_search": True, "n": 2, "length_penalty": 1e300}, "use_beam_search", ["length_penalty", "overflows"]),
+    ({"length_penalty": 2.0}, "length_penalty", ["use_beam_search"]),
+    ({"length_penalty": True}, "length_penalty", ["number"]),
+    ({"early_stopping": True}, "early_stopping", ["use_beam_search"]),
+    ({"early_stopping": "often"}, "early_stopping", []),
 ]
 COMPLETIONS = [
     ({"suffix": "end"}, "suffix", ["suffix"]),
@@ -109,7 +122,7 @@ COMPLETIONS = [
     ({"best_of": 65}, "best_of", ["65", "64"]),
     ({"best_of": 1, "n": 2}, "best_of", ["1", "2"]),
     ({"best_of": 2, "stream": True}, "best_of", ["stream"]),
-    ({"logprobs": 65}, "logprobs", ["65", "64"]),
+    ({"logprobs": 49153}, "logprobs", ["49153", "49152"]),
     ({"logprobs": True}, "logprobs", ["integer"]),
     (
         {"prompt": [5] * 1000, "n": 64, "echo": True, "logprobs": 64, "max_tokens": 0},
@@ -119,6 +132,7 @@ COMPLETIONS = [
     ({"prompt": [5] * 1000, "n": 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["4160000", "64"]),
     ({"prompt": [[5] * 1000] * 64, "prompt_logprobs": 64, "max_tokens": 0}, "prompt_logprobs", ["64000", "1048576"]),
     ({"n": 64, "logprobs": 64, "max_tokens": 1100}, "logprobs", ["70400", "4194304"]),
+    ({"logprobs": 49152, "max_tokens": 100}, "logprobs", ["4915300", "4194304", "stream"]),
     ({"messages": USER}, "messages", ["unknown"]),
 ]
 CHATS = [
@@ -161,7 +175,7 @@ CHATS = [
     ({"messages": [CALLED | {"tool_calls": CALLED["tool_calls"] * 16385}]}, "messages", ["16385", "16384"]),
     ({"messages": [CALLED | {"tool_calls": [named("f" * 4_000_000)]}]}, "messages", ["4000002", "8192"]),
     ({"tools": [described(f"f{i}", "x" * 9000) for i in range(200)]}, "tools", ["1048576"]),
-    ({"n": 64, "logprobs": True, "top_logprobs": 20}, "logprobs", ["max_tokens", "4194304"]),
+    ({"n": 64, "logprobs": True, "top_logprobs": 20}, "top_logprobs", ["max_tokens", "4194304"]),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", ["neither"]),
     ({"messages": [*USER, CALLED, {"role": "tool", "content": "5"}]}, "messages[2].tool_call_id", ["id of the call"]),
     (
@@ -181,7 +195,7 @@ CHATS = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", ["5", "6"]),
     ({"max_tokens": 8190}, "messages", ["8192", "8190"]),
     ({"top_logprobs": 2}, "top_logprobs", ["logprobs"]),
-    ({"logprobs": True, "top_logprobs": 65}, "logprobs", ["65", "64"]),
+    ({"logprobs": True, "top_logprobs": 49153}, "top_logprobs", ["49153", "49152"]),
     ({"logprobs": 2}, "logprobs", ["boolean"]),
     ({"functions": [{"name": "f"}], "tools": [F]}, "functions", ["tools"]),
     ({"function_call": {"name": "f"}}, "function_call", ["no functions"]),
@@ -211,11 +225,21 @@ CHATS = [
         "tool_choice",
         ["'g'", "f"],
     ),
-    ({"best_of": 2}, "best_of", ["unknown"]),
+    ({"best_of": 2}, "best_of", ["use_beam_search"]),
     ({"add_special_tokens": True}, "add_special_tokens", ["unknown"]),
     ({"modalities": ["audio"]}, "modalities[0]", ["text"]),
     ({"audio": {}}, "audio", ["text"]),
     ({"tool_choice": "required"}, "tool_choice", ["no tools"]),
+    (
+        {"tools": [F], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.allowed_tools.tools",
+        ["at least 1"],
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [], "most": 1}}},
+        "tool_choice.allowed_tools.most",
+        ["unknown"],
+    ),
     ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", ["'g'", "f"]),
     ({"tools": [F, F]}, "tools", ["two tools"]),
     ({"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools", ["bad name"]),

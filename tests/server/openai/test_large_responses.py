@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.server.openai.respond import INLINE_LOGPROBS, TokenUsage, _events, _whole_body
-from headway.server.openai.streaming import json_bytes, json_bytes_in_pieces
+from headway.server.api.respond import INLINE_LOGPROBS, TokenUsage, _events, _whole_body
+from headway.server.api.streaming import json_bytes, json_bytes_in_pieces
 from headway.server.threads import WorkerThreads
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then"

@@ -95,6 +95,23 @@ class TestEmbeddings:
         np.testing.assert_allclose(cut["data"][0]["embedding"], minilm(long, truncation=True), atol=2e-6)
         assert cut["usage"]["prompt_tokens"] == 256
 
+    def test_dimensions_cut_the_vectors_of_a_model_that_was_made_for_it(self, tmp_path: Path) -> None:
+        """The first ones, normalized again where whole vectors are; what it was not made for is refused."""
+        encoders.model("bert", "base", matryoshka_dimensions=[8, 16]).save_pretrained(tmp_path / "short")
+        encoders.tokenizer("bert").save_pretrained(tmp_path / "short")
+        pooling = PoolingModels({"embed": str(tmp_path / "short")}, device="cpu")
+        with live(small_engine(tmp_path / "model"), pooling) as server:
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            (whole,) = client.embeddings.create(model="short", input="the film").data
+            (cut,) = client.embeddings.create(model="short", input="the film", dimensions=8).data
+            scale = np.linalg.norm(whole.embedding[:8]) if np.isclose(np.linalg.norm(whole.embedding), 1) else 1.0
+            np.testing.assert_allclose(cut.embedding, np.array(whole.embedding[:8]) / scale, rtol=1e-5)
+            short = server.post("/api/embed", model="short", input="the film", dimensions=16).json
+            assert len(short["embeddings"][0]) == 16
+            for wrong in (7, 31, 64):
+                error = server.refused("/v1/embeddings", input="a", dimensions=wrong)
+                assert (error["param"], error["code"]) == ("dimensions", "unsupported")
+
     def test_dimensions_are_refused_where_a_model_was_not_made_for_them(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="vectors of 384 dimensions, which cannot be") as caught:
             client.embeddings.create(model="minilm", input="x", dimensions=64)
@@ -146,6 +163,19 @@ def test_bad_requests_are_told_what_is_wrong(
     error = served.refused(path, **body)
     assert error["param"] == param
     assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [("/score", {"text_1": "a", "text_2": ["b", "9"]}, "text_2[1]"), ("/classify", {"input": ["9"]}, "input[0]")],
+)
+def test_a_tokenizer_with_more_tokens_than_its_model_is_told(served: Live, path: str, body: Any, param: str) -> None:
+    words = encoders.tokenizer("bert")
+    vocab = encoders.config("bert").vocab_size
+    assert words("9")["input_ids"][1] == vocab  # the folder is such a one
+    error = served.refused(path, **body)
+    assert error["code"] == "invalid_token"
+    assert f"a token of {param} is {vocab}; this model's vocabulary has {vocab} tokens" in error["message"]
 
 
 class TestRankings:
@@ -288,8 +318,7 @@ class TestShared:
 def counted(served: Live) -> int:
     """Tokens of prompts, by the server's own metrics."""
     lines = served.get("/metrics").body.decode().splitlines()
-    (line,) = [line for line in lines if line.startswith("headway_prompt_tokens_total")]
-    return int(float(line.split()[-1]))
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("headway_prompt_tokens_total"))
 
 
 class TestBadModels:

@@ -1,6 +1,6 @@
 """A server to attack: the real middleware, loop and signals around an engine without weights, run as a script.
 
-    python scripted_server.py '{"settings": {…}, "step_seconds": 0.01, "pages": 64, "load_seconds": 0}'
+    python scripted_server.py '{"settings": {…}, "step_seconds": 0.01, "pages": 64, "load_until": "a file"}'
 
 It has one route of its own, POST /tokens, which generates with the engine as any route does, and one that fails.
 A prompt of many 13s kills the engine's worker, as a bug would.
@@ -46,8 +46,9 @@ class SlowRunner(ScriptedRunner):
         return super().execute(batch)
 
 
-def open_engine(step_seconds: float, pages: int, load_seconds: float) -> hw.Engine:
-    time.sleep(load_seconds)
+def open_engine(step_seconds: float, pages: int, load_until: str | None) -> hw.Engine:
+    while load_until is not None and not Path(load_until).exists():
+        time.sleep(0.02)
     size: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
     model = random_model(vocab_size=V, max_positions=1 << 20, intermediate_size=1, **size)
     return hw.Engine(model, runner=SlowRunner(step_seconds), pages=pages, threads=1)
@@ -102,10 +103,10 @@ def main() -> int:
     options = given["settings"]
     for name in ("allowed_hosts", "cors_origins", "served_names"):
         options[name] = tuple(options.get(name, ()))
-    for name in {"key_file", "ssl_certfile", "ssl_keyfile", "unix_socket"} & set(options):
+    for name in {"key_file", "ssl_certfile", "ssl_keyfile", "unix_socket", "session_socket"} & set(options):
         options[name] = Path(options[name])
     settings = ServerSettings(**{"port": 0, "log_json": True, "model": "scripted", **options})
-    how = {"step_seconds": 0.0, "pages": 64, "load_seconds": 0.0} | given.get("engine", {})
+    how = {"step_seconds": 0.0, "pages": 64, "load_until": None} | given.get("engine", {})
     return serve(settings, lambda: open_engine(**how), [router])
 
 

@@ -11,7 +11,7 @@ import pytest
 from server_process import Server
 
 from headway.base.errors import InvalidInput
-from headway.server.keys import Keys, TenantLimits, add_key, bearer_key
+from headway.server.keys import ApiKeys, TenantLimits, add_key, bearer_key
 from headway.server.middleware.host_check import AllowedHosts
 from headway.server.run import check_exposure
 from headway.server.settings import ServerSettings
@@ -290,7 +290,7 @@ def test_the_file_has_hashes_and_belongs_to_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "new" / "keys.json"
     first, second = add_key(path, "a"), add_key(path, "b", TenantLimits(max_requests=3))
     assert path.stat().st_mode & 0o077 == 0
-    keys = Keys.read(path)
+    keys = ApiKeys.read(path)
     result = keys.find(first), keys.find(second)
     assert [tenant.name for tenant in result if tenant] == ["a", "b"]
     assert result[0]
@@ -321,7 +321,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(text.replace("%s", "0" * 64))
     with pytest.raises(InvalidInput, match=says):
-        Keys.read(path)
+        ApiKeys.read(path)
 
 
 def test_a_file_that_anyone_may_write_is_refused(tmp_path: Path) -> None:
@@ -329,9 +329,9 @@ def test_a_file_that_anyone_may_write_is_refused(tmp_path: Path) -> None:
     add_key(path, "a")
     path.chmod(0o666)
     with pytest.raises(InvalidInput, match="chmod"):
-        Keys.read(path)
+        ApiKeys.read(path)
     with pytest.raises(InvalidInput, match="--new-key"):
-        Keys.read(tmp_path / "nothing.json")
+        ApiKeys.read(tmp_path / "nothing.json")
 
 
 def test_a_name_is_given_once(tmp_path: Path) -> None:

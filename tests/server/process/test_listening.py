@@ -74,6 +74,23 @@ def test_a_unix_socket_is_for_its_user_and_goes_with_the_server(start: Callable[
     assert not path.exists()
 
 
+def test_a_session_socket_in_use_is_not_taken_over(start: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "sessions.sock"
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))
+    left.close()  # what a server that was killed leaves behind
+    server = start({"session_socket": str(path)}).ready()
+    other = start({"session_socket": str(path)})
+    assert other.end() != 0
+    assert "choose another --session-socket" in "".join(other.errors), other.errors
+    assert path.stat().st_mode & 0o077 == 0
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))  # still the first server's
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert not path.exists()
+
+
 def test_a_prefix_that_a_proxy_removes(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start({"root_path": "/llm"}).ready()
     assert server.get("/health").status == 200

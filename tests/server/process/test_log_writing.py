@@ -72,8 +72,8 @@ def test_a_pipe_that_nobody_reads_stops_neither_requests_nor_the_end() -> None:
         os.close(write)
         until_ready(port, process)
         for _ in range(40):  # lines of more than a hundred bytes each
-            assert status(port, "/nothing", timeout=10) == 404
-        assert status(port, timeout=10) == 200
+            assert status(port, "/nothing", timeout=60) == 404
+        assert status(port, timeout=60) == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
     os.close(read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import signal
@@ -17,7 +18,8 @@ from server_process import QUIET, Server
 from headway.base.errors import InvalidInput
 from headway.cli.top_server import ServerWatch
 from headway.server import logs
-from headway.server.keys import Keys, TenantLimits, add_key
+from headway.server.keys import ApiKeys, TenantLimits, add_key
+from headway.server.models import ModelSources
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 from support.forked import forked
@@ -59,6 +61,22 @@ def test_errors_have_one_shape_and_nothing_of_the_inside(server: Server, method:
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-request-id"] == "mine-1"
     assert not re.search(r"Traceback|\.py|0x[0-9a-f]{4}|site-packages|passwd|RuntimeError", reply.error["message"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "methods"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/conversations/conv_1", "DELETE, GET, POST"),
+        ("POST", "/v1/responses/compact", "DELETE, GET"),
+    ],
+)
+def test_a_method_that_a_path_does_not_have_is_told_those_it_has(
+    server: Server, method: str, path: str, methods: str
+) -> None:
+    reply = server.ask(method, path)
+    assert reply.status == 405
+    assert (reply.headers["allow"], reply.error["message"]) == (methods, f"this path takes another method: {methods}")
 
 
 def test_what_failed_is_in_the_log_under_its_id_without_its_text(server: Server) -> None:
@@ -241,7 +259,7 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
     key = done.stdout.strip()
     assert key.startswith("hw-")
     assert key not in path.read_text()
-    tenant = Keys.read(path).find(key)
+    tenant = ApiKeys.read(path).find(key)
     assert tenant is not None
     assert (tenant.name, tenant.limits.max_requests) == ("team", 4)
 
@@ -252,7 +270,7 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
         (("--new-key", "a"), "--keys FILE"),
         (("--keys", "/nowhere/keys.json"), "no key file"),
         (("--limit", "max_everything=1"), "max_queue_requests"),
-        (("--limit", "max_n=0"), "above 0"),
+        (("--limit", "max_n=0"), "greater than 0"),
         (("--limit", "max_n=many"), "an integer"),
         (("--host", "0.0.0.0"), "--allowed-host"),
         (("--host", "256.1.1.1"), "cannot listen"),
@@ -260,7 +278,9 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
         (("--cors-origin", "example.org"), "https://app.example.org"),
         (("--allowed-host", "http://a"), "host name without a port"),
         (("--metrics-style", "other"), "vllm"),
-        (("--request-timeout", "-1"), "above 0"),
+        (("--request-timeout", "-1"), "greater than 0"),
+        (("--unix-socket", "/tmp/headway.sock"), "not at 127.0.0.1:0; leave out --host and --port"),
+        (("--model", "a=smollm2", "--model", "b=/nowhere"), "there is no model '/nowhere'"),
     ],
 )
 @pytest.mark.slow
@@ -281,6 +301,31 @@ def test_a_connection_is_kept_for_the_next_request(server: Server) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize("size", [100, 70_000, 200_000, 2_000_000])  # a large one is read in pieces
+def test_a_connection_is_kept_after_a_body_of_any_size(server: Server, size: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    used = set()
+    for _ in range(3):
+        connection.request("POST", "/tokens", json.dumps({"prompt": [3], "max_tokens": 1}).ljust(size))
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        assert response.getheader("connection") is None
+        response.read()
+        assert connection.sock is not None
+        used.add(connection.sock.getsockname())
+    assert len(used) == 1
+    connection.close()
+
+
+def test_a_response_says_that_a_request_sent_ahead_is_dropped(server: Server) -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with server.connect() as connection:
+        connection.sendall(health * 2)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == 1
+    assert b"\r\nconnection: close\r\n" in received.lower()
+
+
 @pytest.mark.parametrize(
     ("model", "shown"),
     [
@@ -293,8 +338,13 @@ def test_a_connection_is_kept_for_the_next_request(server: Server) -> None:
     ],
 )
 def test_a_model_is_never_called_by_its_folder(model: str, shown: str) -> None:
-    assert Serving(ServerSettings(model=model)).model_name == shown
-    assert Serving(ServerSettings(model=model, served_names=("mine", "yours"))).model_names() == ("mine", "yours")
+    assert _named(ServerSettings(model=model)) == (shown,)
+    assert _named(ServerSettings(model=model, served_names=("mine", "yours"))) == ("mine", "yours")
+
+
+def _named(settings: ServerSettings) -> tuple[str, ...]:
+    """The names that clients see."""
+    return Serving(settings, ModelSources.single(settings, lambda: pytest.fail("not loaded"), None)).models.names()
 
 
 @pytest.mark.parametrize(
@@ -366,7 +416,7 @@ def test_the_root_links_to_what_there_is(server: Server) -> None:
     assert "lab" not in links  # this server has none
     page = server.get("/", {"Accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html")
-    assert b'href="/v1/models"' in page.body
+    assert b'href="docs"' in page.body  # without scripts; with them it lists these links
 
 
 @pytest.mark.parametrize(
@@ -376,7 +426,13 @@ def test_the_root_links_to_what_there_is(server: Server) -> None:
         ("POST", "/v1/v1/chat/completions", "must not end in /v1"),
         ("POST", "/v1/assistants", "POST /v1/chat/completions"),
         ("GET", "/redoc", "/openapi.json"),
-        ("GET", "/nothing", "GET /"),
+        ("GET", "/nothing", "GET /docs"),
+        ("GET", "/v1/files/file-1/parts", "GET /docs"),  # of an API that is here
+        ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("GET", "/metric", "did you mean /metrics?"),
+        ("GET", "/labels", "GET /docs"),
+        ("GET", "/lab/", "this server has no Lab"),
+        ("POST", "/v1/audio/speech", "hw.pipeline"),
     ],
 )
 def test_a_path_that_does_not_exist_names_one_that_does(server: Server, method: str, path: str, hint: str) -> None:

@@ -56,8 +56,8 @@ def in_flight(server: Server, requests: int) -> None:
 # -- beginning ---------------------------------------------------------------------------------------------------------
 
 
-def test_health_is_red_while_the_model_loads(start: Callable[..., Server]) -> None:
-    server = start(load_seconds=1.5).listening()
+def test_health_is_red_while_the_model_loads(start: Callable[..., Server], tmp_path: Path) -> None:
+    server = start(load_until=str(tmp_path / "loaded")).listening()
     reply = server.get("/health")
     assert (reply.status, reply.json) == (503, {"status": "loading"})
     refused = server.tokens(PROMPT, 2)
@@ -65,14 +65,15 @@ def test_health_is_red_while_the_model_loads(start: Callable[..., Server]) -> No
     assert refused.headers["retry-after"] == "1"
     assert server.get("/stats").status == 503
     assert server.get("/metrics").status == 200
+    (tmp_path / "loaded").touch()
     server.ready()
     reply = server.get("/health")
     assert (reply.status, reply.json) == (200, {"status": "ready"})
     assert server.tokens(PROMPT, 2).status == 200
 
 
-def test_a_server_that_is_told_to_stop_while_it_loads_stops(start: Callable[..., Server]) -> None:
-    server = start(load_seconds=3600).listening()
+def test_a_server_that_is_told_to_stop_while_it_loads_stops(start: Callable[..., Server], tmp_path: Path) -> None:
+    server = start(load_until=str(tmp_path / "never")).listening()
     server.until(lambda: server.get("/health").status == 503)
     server.signal(signal.SIGTERM)
     assert server.end() == 0
@@ -134,7 +135,7 @@ def test_what_never_fits_is_refused_for_good(small: Server) -> None:
 
 
 def test_a_request_that_takes_too_long_is_ended_and_says_so(start: Callable[..., Server], later: Any) -> None:
-    small = start({"request_timeout": 1.5}, step_seconds=0.01).ready()
+    small = start({"request_timeout": 4}, step_seconds=0.01).ready()  # time enough for a first token
     pending = later(small.tokens, PROMPT, 900), later(small.tokens, PROMPT, 900, stream=True)
     slow, stream = (future.result() for future in pending)
     assert (slow.status, slow.error["code"]) == (504, "request_timeout")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import typer
-
 from headway.cli.bench import overhead, serve, speed
 
-app = typer.Typer(help="Measure decoding, prefill, batches, startup, a server, and the engine's own overhead.")
-app.command("decode")(speed.decode)
-app.command("prefill")(speed.prefill)
-app.command("batch")(speed.batch)
-app.command("startup")(speed.startup)
-app.command("serve")(serve.serve)
-app.command("overhead")(overhead.overhead)
-
-
-@app.callback()
-def bench() -> None:
-    """Measure decoding, prefill, batches, startup, a server, and the engine's own overhead."""
+HELP = "Measure decoding, prefill, batches, startup, a server, and the engine's own overhead."
+COMMANDS = {
+    "decode": speed.decode,
+    "prefill": speed.prefill,
+    "batch": speed.batch,
+    "startup": speed.startup,
+    "serve": serve.serve,
+    "overhead": overhead.overhead,
+}

@@ -8,19 +8,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
-
 from headway.base.errors import InvalidInput
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.bench.overhead import STEPS, WARM_STEPS, measure_overhead
-from headway.cli.options import Json
-from headway.cli.render import emit_json, show_table
+from headway.cli.flags.declare import Option
+from headway.cli.flags.shared import Json
+from headway.cli.terminal.render import emit_json, show_table
 
 ROWS_LIMIT = 512  # rows that one step computes
 
 
 def overhead(
-    rows: Annotated[str, typer.Option("--rows", metavar="N,…", help="Programs that run concurrently.")] = "1,8,64",
+    rows: Annotated[str, Option("--rows", metavar="N,…", help="Programs that run concurrently.")] = "1,8,64",
     json: Json = False,
 ) -> None:
     """The engine's own time per step: from the end of one batch on the device to the start of the next.

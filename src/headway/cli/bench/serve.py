@@ -11,29 +11,31 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
-
 from headway.base.checks import check_integer
 from headway.base.config import settings
 from headway.base.errors import InvalidInput
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.bench.http_client import Address
 from headway.bench.load_generator import ArrivalPattern, RequestResult
 from headway.bench.load_report import LoadReport
 from headway.bench.serve import LIMIT, Workload, measure_server
 from headway.bench.server_process import ServerProcess
-from headway.cli.options import (
+from headway.cli.flags.declare import Option
+from headway.cli.flags.shared import (
     INTEGER,
     NUMBER,
     Device,
     Dtype,
     EngineOptions,
     Json,
+    KvDtype,
+    Memory,
     MemoryFraction,
     Quantize,
+    TensorParallel,
     Threads,
 )
-from headway.cli.render import emit_json, note
+from headway.cli.terminal.render import emit_json, note
 from headway.models.hub.registry import DEFAULT_MODEL
 
 CONCURRENCY = 8  # unless it or a rate is given
@@ -42,13 +44,13 @@ SHOWN = 5  # kinds of failures
 
 Url = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--url", metavar="URL", help="A running server, with its key in HEADWAY_API_KEY; without it, one is started."
     ),
 ]
 ServedModel = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--model", "-m", metavar="MODEL", help=f"The model to serve ({DEFAULT_MODEL}); with --url, the name to request."
     ),
 ]
@@ -58,34 +60,35 @@ def serve(
     *,
     url: Url = None,
     model: ServedModel = None,
-    requests: Annotated[int, typer.Option("--requests", "-r", **INTEGER, help="Number of requests.")] = 64,
+    requests: Annotated[int, Option("--requests", "-r", **INTEGER, help="Number of requests.")] = 64,
     concurrency: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--concurrency", "-c", **INTEGER, help=f"Requests in flight at most; {CONCURRENCY} unless --rate is given."
         ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", **NUMBER, help="Mean requests per second, as a Poisson process.")
+        float | None, Option("--rate", **NUMBER, help="Mean requests per second, as a Poisson process.")
     ] = None,
-    prompt: Annotated[int, typer.Option("--prompt", "-p", **INTEGER, help="Tokens of each prompt.")] = 128,
-    tokens: Annotated[int, typer.Option("--tokens", "-n", **INTEGER, help="Tokens generated per request.")] = 64,
-    spread: Annotated[
-        float, typer.Option("--range", **NUMBER, help="Vary both lengths by this fraction, e.g. 0.5.")
-    ] = 0.0,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Stream the responses, or not.")] = True,
-    warmup: Annotated[int, typer.Option("--warmup", **INTEGER, help="Requests before the measurement.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", **INTEGER, help="Seed for prompts, lengths and arrivals.")] = 0,
+    prompt: Annotated[int, Option("--prompt", "-p", **INTEGER, help="Tokens of each prompt.")] = 128,
+    tokens: Annotated[int, Option("--tokens", "-n", **INTEGER, help="Tokens generated per request.")] = 64,
+    spread: Annotated[float, Option("--range", **NUMBER, help="Vary both lengths by this fraction, e.g. 0.5.")] = 0.0,
+    stream: Annotated[bool, Option("--stream/--no-stream", help="Stream the responses, or not.")] = True,
+    warmup: Annotated[int, Option("--warmup", **INTEGER, help="Requests before the measurement.")] = 1,
+    seed: Annotated[int, Option("--seed", **INTEGER, help="Seed for prompts, lengths and arrivals.")] = 0,
     vocab: Annotated[
-        int | None, typer.Option("--vocab", **INTEGER, help="Token ids to draw prompts from; all by default.")
+        int | None, Option("--vocab", **INTEGER, help="Token ids to draw prompts from; all by default.")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
     memory_fraction: MemoryFraction = None,
+    kv_dtype: KvDtype = "auto",
+    memory: Memory = None,
+    tensor_parallel: TensorParallel = 1,
     json: Json = False,
-) -> None:
+) -> int:
     """Send requests to a server and time their tokens, as its clients see them.
 
     Prompts are random tokens, so the prefix cache never hits; decoding is greedy and runs to the full length.
@@ -103,7 +106,17 @@ def serve(
         )
 
     if url is None:
-        options = EngineOptions(model or DEFAULT_MODEL, dtype, device, threads, quantize, memory_fraction)
+        options = EngineOptions(
+            model or DEFAULT_MODEL,
+            dtype,
+            device,
+            threads,
+            quantize,
+            memory_fraction,
+            kv_dtype,
+            memory,
+            tensor_parallel,
+        )
         at_once = min(requests, pattern.concurrency or requests)
         room = {"requests": at_once, "tokens": at_once * workload.max_request_tokens}
         note("starting a server")
@@ -115,14 +128,15 @@ def serve(
                     note(f"the server's log: {entry}")
     else:
         given = {"dtype": dtype, "device": device, "threads": threads, "quantize": quantize}
-        _check_no_engine_options(**given, memory_fraction=memory_fraction)
+        given["tensor_parallel"] = None if tensor_parallel == 1 else tensor_parallel
+        _check_no_engine_options(**given, memory_fraction=memory_fraction, kv_dtype=kv_dtype, memory=memory)
         report = measure(Address.of(url, settings().api_key), model)
     if json:
         emit_json({"work": "serve", "machine": asdict(read_machine()), **asdict(workload), **report.to_json()})
     else:
         print(report.text())
         _show_failures(report.errors)
-    raise typer.Exit(1 if report.errors else 0)
+    return 1 if report.errors else 0
 
 
 def _arrival_pattern(concurrency: int | None, rate: float | None, seed: int) -> ArrivalPattern:

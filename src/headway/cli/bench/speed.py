@@ -5,20 +5,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
-
 from headway.base.checks import check_integer
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.bench.models import FORMATS, SHAPES, find_shape, write_folder
-from headway.bench.speed import MARKS, DecodeTiming, SpeedTest, Summary, measure_startup, pages_for, path_of, step_bytes
-from headway.cli.flags import with_flags
-from headway.cli.options import INTEGER, EngineOptions, Json
-from headway.cli.render import EngineLog, counted, emit_json, fetched, loading, note, show_table, size
+from headway.bench.speed import DecodeTiming, SpeedTest, Summary, pages_for, path_of, step_bytes
+from headway.bench.startup import PHASES, measure_startup
+from headway.cli.flags.declare import Option, with_flags
+from headway.cli.flags.shared import INTEGER, EngineOptions, Json
+from headway.cli.terminal.render import EngineLog, counted, emit_json, fetched, loading, note, show_table, size
 
 if TYPE_CHECKING:
     import headway as hw
@@ -28,16 +28,16 @@ LIMIT = 1 << 20  # of every count
 
 ShapeName = Annotated[
     str | None,
-    typer.Option("--shape", metavar="SHAPE", help=f"Measure a random model of this shape: {', '.join(SHAPES)}."),
+    Option("--shape", metavar="SHAPE", help=f"Measure a random model of this shape: {', '.join(SHAPES)}."),
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", metavar="FORMAT", help=f"Storage format of the random model: {', '.join(FORMATS)}."),
+    Option("--format", metavar="FORMAT", help=f"Storage format of the random model: {', '.join(FORMATS)}."),
 ]
-Tokens = Annotated[int, typer.Option("--tokens", "-n", **INTEGER, help="Tokens each sequence generates.")]
-Prompt = Annotated[int, typer.Option("--prompt", "-p", **INTEGER, help="Tokens of each prompt.")]
-Sequences = Annotated[int, typer.Option("--sequences", "-s", **INTEGER, help="Concurrent sequences.")]
-Repeat = Annotated[int, typer.Option("--repeat", "-r", **INTEGER, help="Runs, after one warmup run.")]
+Tokens = Annotated[int, Option("--tokens", "-n", **INTEGER, help="Tokens each sequence generates.")]
+Prompt = Annotated[int, Option("--prompt", "-p", **INTEGER, help="Tokens of each prompt.")]
+Sequences = Annotated[int, Option("--sequences", "-s", **INTEGER, help="Concurrent sequences.")]
+Repeat = Annotated[int, Option("--repeat", "-r", **INTEGER, help="Runs, after one warmup run.")]
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def prefill(
     rate, to_first = Summary.of([prompt / s for s in seconds]), Summary.of([1e3 * s for s in seconds])
     if json:
         runs = [{"seconds": s, "tokens_per_second": prompt / s} for s in seconds]
-        found = {"tokens_per_second": asdict(rate), "first_token_ms": asdict(to_first)}
-        emit_json({"work": "prefill", **asdict(sizes), **facts, "runs": runs, **found})
+        summaries = {"tokens_per_second": asdict(rate), "first_token_ms": asdict(to_first)}
+        emit_json({"work": "prefill", **asdict(sizes), **facts, "runs": runs, **summaries})
         return
     _table("prefill", facts, [("tokens/s", rate, "–"), ("ms to the first token", to_first, "–")], sizes)
 
@@ -139,21 +139,24 @@ def startup(
     repeat: Repeat = 5,
     json: Json = False,
 ) -> None:
-    """Seconds from process start to the first token of an 8-token prompt, by phase."""
+    """Seconds from process start to the first token of `headway run`, and to its end, by phase."""
     RunSizes(1, 8, 1, repeat)
     with model.path() as path:
         # Opened here first: bad options are reported once, and the files are in the page cache.
         with _load_engine(model, path, pages_for(1, 16)) as engine:
+            if not engine.has_tokenizer:
+                raise InvalidInput(f"{model.name} has no tokenizer, which `headway run` needs; measure another model")
             facts = _facts(engine, model, bandwidth=False)
-        options = model.engine.given() | {"model": str(path)}
-        runs = _repeat(repeat, lambda: measure_startup(options))
-    found = {name: Summary.of([getattr(run, name) for run in runs]) for name in MARKS}
+        options = model.engine.given() | {"model": path}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        runs = _repeat(repeat, lambda: measure_startup(flags))
+    summaries = {name: Summary.of([getattr(run, name) for run in runs]) for name in PHASES}
     if json:
         timed = [asdict(run) for run in runs]
-        seconds = {name: asdict(summary) for name, summary in found.items()}
+        seconds = {name: asdict(summary) for name, summary in summaries.items()}
         emit_json({"work": "startup", "repeat": repeat, **facts, "runs": timed, "seconds": seconds})
         return
-    _show_startup(facts, found, repeat)
+    _show_startup(facts, summaries, repeat)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -190,9 +193,9 @@ def _bench_decode(model: BenchModel, work: str, sizes: RunSizes, json: bool) -> 
     if json:
         names = ("prompt_seconds", "seconds", "tokens")
         timed = [{n: getattr(run, n) for n in names} | {"tokens_per_second": run.rate} for run in runs]
-        found = {"tokens_per_second": asdict(rate), "first_token_ms": asdict(first)}
+        summaries = {"tokens_per_second": asdict(rate), "first_token_ms": asdict(first)}
         emit_json(
-            {"work": work, **asdict(sizes), **facts, "runs": timed, **found, "share_of_limit": rate.median / limit}
+            {"work": work, **asdict(sizes), **facts, "runs": timed, **summaries, "share_of_limit": rate.median / limit}
         )
         return
     step = Summary.of([1e3 * sizes.sequences / run.rate for run in runs])
@@ -206,11 +209,11 @@ def _bench_decode(model: BenchModel, work: str, sizes: RunSizes, json: bool) -> 
 
 def _repeat(repeat: int, once: Callable[[], Result]) -> list[Result]:
     once()
-    found = []
+    rows = []
     for number in range(repeat):
-        found.append(once())
+        rows.append(once())
         note(f"run {number + 1} of {repeat}")
-    return found
+    return rows
 
 
 @contextmanager
@@ -279,20 +282,12 @@ def _table(work: str, facts: dict[str, Any], rows: list[tuple[str, Summary, str]
     print(f"memory: {read}/s over {needed} of weights per token: {limit['tokens_per_second']:.1f} steps/s at most")
 
 
-def _show_startup(facts: dict[str, Any], found: dict[str, Summary], repeat: int) -> None:
-    names = {
-        "python": "Python runs",
-        "numpy": "numpy imported",
-        "imported": "engine imported",
-        "loaded": "weights loaded",
-        "tokenizer": "tokenizer and chat template",
-        "answered": "first token",
-    }
+def _show_startup(facts: dict[str, Any], summaries: dict[str, Summary], repeat: int) -> None:
     show_table(
         ("seconds from process start", "median", "min", "max"),
         [
-            (label, *(f"{value:.3f}" for value in (found[name].median, found[name].min, found[name].max)))
-            for name, label in names.items()
+            (label, *(f"{value:.3f}" for value in (summaries[name].median, summaries[name].min, summaries[name].max)))
+            for name, label in PHASES.items()
         ],
         title=_title("startup", facts, counted(repeat, "run")),
         numbers=range(1, 4),

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from headway.base.arrays import widen
+from headway.base.dataclass import dataclass
+
+
+@dataclass(frozen=True)
+class ChunkWindow:
+    """What a layer of chunked attention sees: a row's own chunk of `size` positions."""
+
+    size: int
+
+
+Window = int | ChunkWindow | None  # what a layer sees by position: the last n, a chunk, everything
+
+
+def is_near(window: int | ChunkWindow, rows: Any, slots: Any) -> Any:
+    """Whether slots at these positions lie inside the window of rows at those; both broadcast."""
+    if isinstance(window, ChunkWindow):
+        return rows // window.size == slots // window.size
+    return rows - slots < window
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,15 +42,26 @@ class AttentionGroup:
     mask: Any
 
 
-def row_scores(query: np.ndarray, keys: np.ndarray, group: AttentionGroup) -> np.ndarray:
+def row_scores(
+    query: np.ndarray,
+    keys: np.ndarray,
+    group: AttentionGroup,
+    *,
+    cap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
     """Attention probabilities [H, S] of one row, S in absolute slots: its query [H, D], which is scaled already, over
-    keys [P, page, Hkv, D]."""
+    keys [P, page, Hkv, D]. A `cap` bounds scores softly; `sinks` [H] are scores of a slot of zeros."""
     page, heads, dim = keys.shape[1:]
     seen = group.mask[0, 0]  # [P * page]
     own = widen(keys[group.pages[0]]).reshape(-1, heads, dim)[seen]  # [seen, Hkv, D]
     raw = (query.reshape(heads, -1, dim) @ own.transpose(1, 2, 0)).reshape(len(query), -1)  # [H, seen]
-    weights = np.exp(raw - raw.max(-1, keepdims=True))
+    raw = raw if cap is None else np.tanh(raw / np.float32(cap)) * np.float32(cap)
+    most = raw.max(-1, keepdims=True) if sinks is None else np.maximum(raw.max(-1, keepdims=True), sinks[:, None])
+    weights = np.exp(raw - most)
+    total = weights.sum(-1, keepdims=True)
+    total = total if sinks is None else total + np.exp(sinks[:, None] - most)
     places = (group.numbers[0][:, None] * page + np.arange(page)).ravel()[seen]
     out = np.zeros((len(query), int(places[-1]) + 1), np.float32)
-    out[:, places] = weights / weights.sum(-1, keepdims=True)
+    out[:, places] = weights / total
     return out

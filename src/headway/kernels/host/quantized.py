@@ -16,11 +16,12 @@ memory layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from headway.base.arrays import aligned, float_name, widen
+from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported, WrongType
 
 LANES = 16
@@ -29,7 +30,8 @@ SMALLEST = 1e-36  # a group whose largest value is smaller counts as zero
 HALF_LIMIT = 65504.0  # the largest float16
 FLOATS = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(np.uint16)}
 KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-SCALES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "k": np.dtype(np.uint8)}
+SCALES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "k": np.dtype(np.uint8), "e8": np.dtype(np.uint8)}
+FP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # of 4-bit floats (E2M1): twice the value, plus 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +39,9 @@ class QuantizedMatrix:
     """A weight matrix [n, k]. `kind` is f32, f16, bf16, int8 or groups; the fields after `quants` are for the last two.
 
     `quants` are the stored integers, or the floats of a float kind (bfloat16 as uint16). A weight is
-    scale × (quant - zero), or scale × quant + minimum. `scale_kind` is f16, f32 or k; for k, scale and minimum are
-    bytes times the float16s in `super`, one pair for 256 inputs.
+    scale × (quant - zero), or scale × quant + minimum. `scale_kind` is f16, f32, k or e8; for k, scale and minimum are
+    bytes times the float16s in `super`, one pair for 256 inputs. For e8 a scale is 2^(byte - 128), and quants are
+    floats of 4 bits (MXFP4): numbers of the table `FP4`.
     """
 
     kind: str
@@ -61,6 +64,18 @@ class QuantizedMatrix:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.arrays())
+
+    def expert(self, i: int, n: int) -> QuantizedMatrix:
+        """The matrix [n, k] of one expert, of those that this one has one after the other."""
+        blocks = -(-n // LANES)
+        own = slice(i * blocks, (i + 1) * blocks)
+        scales, bias = self.scales, self.bias
+        if scales is not None:
+            scales = scales.reshape(-1, LANES)[own].ravel() if self.kind == "int8" else scales[own]
+        above = None if self.super is None else self.super[own]
+        if bias is not None:
+            bias = bias[i * blocks * LANES :][:n]
+        return replace(self, n=n, quants=self.quants[own], scales=scales, super=above, bias=bias)
 
     @property
     def padded_n(self) -> int:
@@ -97,6 +112,8 @@ class QuantizedMatrix:
             return f"its groups have {self.group} inputs; use 16, 32, 64, …"
         if self.scale_kind == "k" and (self.k % 256 or self.group != GROUP or not self.has_min):
             return f"k scales are for groups of 32 with a minimum, in rows of a multiple of 256 inputs, not {self.k}"
+        if self.scale_kind == "e8" and (self.bits, self.group, self.zero, self.has_min) != (4, GROUP, FP4[0], False):
+            return f"e8 scales are for floats of 4 bits in groups of 32 with zero at {FP4[0]}"
         return None
 
     def _needed(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -118,7 +135,9 @@ class QuantizedMatrix:
     @property
     def label(self) -> str:
         """The format in a word."""
-        return self.kind if self.kind != "groups" else f"int{self.bits} in groups of {self.group}"
+        if self.kind != "groups":
+            return self.kind
+        return f"{'fp' if self.scale_kind == 'e8' else 'int'}{self.bits} in groups of {self.group}"
 
 
 # -- quantizing and interleaving -----------------------------------------------------------------------------------
@@ -134,6 +153,13 @@ def interleave_floats(weight: np.ndarray, bias: np.ndarray | None = None) -> Qua
     return QuantizedMatrix(kind, n, k, aligned(blocks), bias=_floats(bias))
 
 
+def padded_experts(array: np.ndarray) -> np.ndarray:
+    """Rows of experts [X, N, …] one after the other, each expert's N padded with zeros to whole blocks of 16."""
+    missing = -array.shape[1] % LANES
+    filler = np.zeros((len(array), missing, *array.shape[2:]), array.dtype)
+    return np.concatenate([array, filler], 1).reshape(-1, *array.shape[2:])
+
+
 def interleave_groups(
     quants: np.ndarray,
     scale: np.ndarray,
@@ -144,7 +170,7 @@ def interleave_groups(
     zero: int = 0,
     bias: np.ndarray | None = None,
 ) -> QuantizedMatrix:
-    """Quants [N, K] uint8, scale and minimum [N, K / group rounded up] in float16 or float32."""
+    """Quants [N, K] uint8, scale and minimum [N, K / group rounded up] in float16 or float32, or a scale's e8 bytes."""
     n, k = quants.shape
     pairs = scale if minimum is None else np.stack([scale, minimum], -1)  # [N, G] or [N, G, 2]
     pairs = _pad(pairs, 1, 2) if group == LANES else pairs  # quants are padded to 32 inputs, and so are their scales
@@ -154,13 +180,13 @@ def interleave_groups(
         "groups",
         n,
         k,
-        _interleave(quants, bits, zero),
+        _interleave(quants, bits, 0 if scale.dtype == np.uint8 else zero),
         aligned(pairs),
         bits=bits,
         group=group,
         zero=zero,
         has_min=minimum is not None,
-        scale_kind="f16" if scale.dtype == np.float16 else "f32",
+        scale_kind={np.dtype(np.float16): "f16", np.dtype(np.uint8): "e8"}.get(scale.dtype, "f32"),
         bias=_floats(bias),
     )
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from headway.base.arrays import float_name, narrow, widen
+from headway.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions become angles. `kind` is one of default, linear, llama3, yarn, longrope."""
+    """How positions become angles. `kind` is one of default, linear, llama3, yarn, longrope, proportional."""
 
     dim: int
     theta: float = 10_000.0
@@ -28,6 +28,7 @@ class Rope:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] | None = None  # longrope's divisors of the frequencies
+    turned: int = 0  # proportional: the pairs that are rotated; the others have the angle 0
 
     @property
     def scale(self) -> float:
@@ -37,14 +38,16 @@ class Rope:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
-        return _yarn_scale(self.factor, 1.0)
+            return yarn_scale(self.factor, self.mscale) / yarn_scale(self.factor, self.mscale_all_dim)
+        return yarn_scale(self.factor, 1.0)
 
 
 def frequencies(rope: Rope) -> np.ndarray:
     """Angle per position for each pair of dimensions: [D/2] float32."""
     exponents = np.arange(0, rope.dim, 2).astype(np.float32) / np.float32(rope.dim)
-    plain = np.float32(1) / (rope.theta ** exponents.astype(np.float64)).astype(np.float32)  # a power rounded once
+    with np.errstate(over="ignore"):  # a period beyond float32 is endless: its angle stays 0
+        periods = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)  # a power rounded once
+    plain = np.float32(1) / periods
     match rope.kind:
         case "default":
             return plain
@@ -56,10 +59,12 @@ def frequencies(rope: Rope) -> np.ndarray:
             return _yarn(plain, rope)
         case "longrope":
             return plain / np.array(rope.factors, np.float32)
+        case "proportional":
+            return np.where(np.arange(rope.dim // 2) < rope.turned, plain / np.float32(rope.factor), np.float32(0))
     raise AssertionError(rope.kind)
 
 
-def turn(keys: np.ndarray, inv_freq: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def rerotate(keys: np.ndarray, inv_freq: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T].
 
     inv_freq [D/2] is for all layers, [L, D/2] has a row for each.
@@ -111,5 +116,6 @@ def _yarn(plain: np.ndarray, rope: Rope) -> np.ndarray:
     return (plain / np.float32(rope.factor) * (1 - keep) + plain * keep).astype(np.float32)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
+def yarn_scale(factor: float, mscale: float) -> float:
+    """Yarn's attention temperature, for a context that is this many times longer."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

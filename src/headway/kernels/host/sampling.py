@@ -15,13 +15,14 @@ functions for tensors, which may be on another device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 
 NO_TOKEN = -1  # what `sample` gives for a row with NaN in it
 GUESSES = (256, 4096)  # how many of the best a filter ranks before it ranks all tokens
@@ -106,7 +107,7 @@ def sampling_distribution(
 def distribution(logits: np.ndarray, temperature: float = 1.0, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(ids, float32 probabilities) of the `k` likeliest tokens of the row `logits` [V]; all tokens with `k=0`."""
     scores = logits.astype(np.float64)
-    weights = np.exp(_below_peak(scores) / temperature)
+    weights = np.exp(_cooled(scores, temperature))
     ids = _best(scores, k or scores.size)
     return ids, (weights[ids] / weights.sum()).astype(np.float32)
 
@@ -210,7 +211,7 @@ def _kept(logits: np.ndarray, sampler: RowSampler) -> tuple[np.ndarray, np.ndarr
         return ids[best : best + 1], np.zeros(1), np.ones(1)
     if 0 < how.top_k < ids.size:
         ids, scores = _take(_best(scores, how.top_k), ids, scores)
-    logs = _below_peak(scores) / how.temperature
+    logs = _cooled(scores, how.temperature)
     weights = np.exp(logs)
     if how.top_p < 1:
         ids, logs, weights = _take(_prefix(scores, weights, how.top_p), ids, logs, weights)
@@ -248,7 +249,7 @@ def _raised(scores: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """Scores with a bias for each token; -inf is out, whatever its score."""
     if bias is None:
         return scores
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         return np.where(bias == -np.inf, -np.inf, scores + bias)
 
 
@@ -258,7 +259,8 @@ def _biased(scores: np.ndarray, how: Sampling) -> np.ndarray:
     check_bias(how, scores.size)
     ids, amounts = zip(*how.bias)
     scores = scores.copy()
-    np.add.at(scores, np.array(ids), np.array(amounts, np.float64))
+    with np.errstate(over="ignore"):
+        np.add.at(scores, np.array(ids), np.array(amounts, np.float64))
     return scores
 
 
@@ -266,7 +268,8 @@ def _penalized(scores: np.ndarray, sampler: RowSampler) -> np.ndarray:
     how = sampler.sampling
     if how.repetition_penalty != 1 and sampler.seen is not None:
         old, scores = scores[sampler.seen], scores.copy()
-        scores[sampler.seen] = np.where(old > 0, old / how.repetition_penalty, old * how.repetition_penalty)
+        with np.errstate(over="ignore"):  # to an infinity, which is certain or out
+            scores[sampler.seen] = np.where(old > 0, old / how.repetition_penalty, old * how.repetition_penalty)
     if (how.presence_penalty or how.frequency_penalty) and sampler.generated is not None:
         ids, counts = sampler.generated
         scores = scores.copy()
@@ -277,8 +280,14 @@ def _penalized(scores: np.ndarray, sampler: RowSampler) -> np.ndarray:
 def _below_peak(scores: np.ndarray) -> np.ndarray:
     """Scores relative to the largest: +inf is certain, equal infinities are equal."""
     peak = scores.max()
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         return np.where(scores == peak, 0.0, scores - peak)
+
+
+def _cooled(scores: np.ndarray, temperature: float) -> np.ndarray:
+    """Scores relative to the largest, over the temperature. With a tiny one all others are at -inf, as they should."""
+    with np.errstate(over="ignore"):
+        return _below_peak(scores) / temperature
 
 
 def _best(scores: np.ndarray, k: int) -> np.ndarray:

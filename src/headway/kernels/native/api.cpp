@@ -5,13 +5,13 @@
 #include <new>
 #include <system_error>
 
+#include "bpe.h"
+#include "machine.h"
 #include "threads.h"
-#ifdef HW_X86
-#include <cpuid.h>
-#elif defined(HW_ARM) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(HW_ARM) && defined(__APPLE__)
-#include <sys/sysctl.h>
+
+// The instruction sets that were compiled, a bit each; the plain one always is.
+#ifndef HW_SETS
+#define HW_SETS 15
 #endif
 
 #define HW_DECLARE(NS)                                                                                              \
@@ -19,7 +19,7 @@
   void* workspace_new();                                                                                                \
   void workspace_free(void*);                                                                                           \
   void forward(hw::ThreadPool&, void*, const hw_model&, const hw_step&);                                                      \
-  void matmul(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);           \
+  void matmul(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const hw_model*, bool);           \
   void dequantize_rows(hw::ThreadPool&, const hw_matrix&, const int32_t*, int, float*);                                            \
   void argmax_rows(hw::ThreadPool&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);                                  \
   void sample(hw::ThreadPool&, void*, hw_sampling*, int);                                                                   \
@@ -31,7 +31,7 @@ struct Kernels {
   void* (*workspace_new)();
   void (*workspace_free)(void*);
   void (*forward)(hw::ThreadPool&, void*, const hw_model&, const hw_step&);
-  void (*matmul)(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const float*, float);
+  void (*matmul)(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const hw_model*, bool);
   void (*dequantize_rows)(hw::ThreadPool&, const hw_matrix&, const int32_t*, int, float*);
   void (*argmax_rows)(hw::ThreadPool&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);
   void (*sample)(hw::ThreadPool&, void*, hw_sampling*, int);
@@ -43,63 +43,50 @@ int repack(ThreadPool&, int, const uint8_t*, int, int, const int32_t*, uint8_t*,
 }
 
 HW_DECLARE(hw_plain)
-#ifdef HW_X86
+#if defined(HW_X86) && HW_SETS & 2
 HW_DECLARE(hw_avx2)
+#endif
+#if defined(HW_X86) && HW_SETS & 4
 HW_DECLARE(hw_avx512)
+#endif
+#if defined(HW_X86) && HW_SETS & 8
 HW_DECLARE(hw_vnni)
-#elif defined(HW_ARM)
+#endif
+#if defined(HW_ARM) && HW_SETS & 2
 HW_DECLARE(hw_neon)
+#endif
+#if defined(HW_ARM) && HW_SETS & 4
 HW_DECLARE(hw_i8mm)
 #endif
 
 namespace {
 
-const Kernels* const tables[4] = {
-    &table_hw_plain,
-#ifdef HW_X86
-    &table_hw_avx2, &table_hw_avx512, &table_hw_vnni,
-#elif defined(HW_ARM)
-    &table_hw_neon, &table_hw_i8mm, nullptr,
-#else
-    nullptr, nullptr, nullptr,
+const Kernels* table(int level) {  // null for a set that was not compiled
+  switch (level) {
+    case 0: return &table_hw_plain;
+#if defined(HW_X86) && HW_SETS & 2
+    case 1: return &table_hw_avx2;
 #endif
-};
-
-#ifdef HW_X86
-bool has_f16c() {  // clang's __builtin_cpu_supports does not know it
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+#if defined(HW_X86) && HW_SETS & 4
+    case 2: return &table_hw_avx512;
+#endif
+#if defined(HW_X86) && HW_SETS & 8
+    case 3: return &table_hw_vnni;
+#endif
+#if defined(HW_ARM) && HW_SETS & 2
+    case 1: return &table_hw_neon;
+#endif
+#if defined(HW_ARM) && HW_SETS & 4
+    case 2: return &table_hw_i8mm;
+#endif
+    default: return nullptr;
+  }
 }
-#endif
-
-#ifdef HW_ARM
-#if defined(__linux__)
-bool has_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }  // HWCAP_ASIMDDP
-bool has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }    // HWCAP2_I8MM
-#elif defined(__APPLE__)
-bool feature(const char* name) {
-  int64_t value = 0;
-  size_t size = sizeof value;
-  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
-}
-bool has_dotprod() { return feature("hw.optional.arm.FEAT_DotProd"); }
-bool has_i8mm() { return feature("hw.optional.arm.FEAT_I8MM"); }
-#else
-bool has_dotprod() { return false; }
-bool has_i8mm() { return false; }
-#endif
-#endif
 
 int best() {
-#ifdef HW_X86
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) return 1;
-#elif defined(HW_ARM)
-  if (has_dotprod()) return has_i8mm() ? 2 : 1;
-#endif
-  return 0;
+  int level = hw::machine_isa();
+  while (!table(level)) level--;
+  return level;
 }
 
 std::atomic<int> selected{-1};
@@ -111,7 +98,7 @@ int isa() {
 }
 
 struct Handle {
-  explicit Handle(int count) : pool(count), kernels(*tables[isa()]), workspace(kernels.workspace_new()) {}
+  explicit Handle(int count) : pool(count), kernels(*table(isa())), workspace(kernels.workspace_new()) {}
   ~Handle() { kernels.workspace_free(workspace); }
   hw::ThreadPool pool;
   const Kernels& kernels;  // of the instruction set in use when the handle was created
@@ -137,8 +124,9 @@ extern "C" {
 int32_t hw_version(void) { return HW_VERSION; }
 int32_t hw_isa(void) { return isa(); }
 int32_t hw_best_isa(void) { return best(); }
+int32_t hw_has_isa(int32_t level) { return level >= 0 && level <= best() && table(level) != nullptr; }
 int32_t hw_use_isa(int32_t requested) {
-  if (requested < 0 || requested > best()) return 1;
+  if (!hw_has_isa(requested)) return 1;
   selected.store(requested);
   return 0;
 }
@@ -160,13 +148,13 @@ int32_t hw_forward(void* handle, const hw_model* model, const hw_step* step) {
 int32_t hw_logits(void* handle, const hw_model* model, const float* x, int32_t rows, int32_t norm, float* logits, int64_t stride) {
   Handle& h = *(Handle*)handle;
   return guarded([&] {
-    h.kernels.matmul(h.pool, h.workspace, model->output, x, rows, logits, stride, norm ? model->final_norm : nullptr, model->eps);
+    h.kernels.matmul(h.pool, h.workspace, model->output, x, rows, logits, stride, model, norm);
   });
 }
 
 int32_t hw_matmul(void* handle, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride) {
   Handle& h = *(Handle*)handle;
-  return guarded([&] { h.kernels.matmul(h.pool, h.workspace, *w, x, rows, y, stride, nullptr, 0.0f); });
+  return guarded([&] { h.kernels.matmul(h.pool, h.workspace, *w, x, rows, y, stride, nullptr, false); });
 }
 
 int32_t hw_dequantize_rows(void* handle, const hw_matrix* w, const int32_t* rows, int32_t count, float* out) {
@@ -188,6 +176,25 @@ int32_t hw_repack(void* handle, int32_t kind, const uint8_t* raw, int32_t n, int
   int32_t code = 0;
   const int32_t failed = guarded([&] { code = hw::repack(((Handle*)handle)->pool, kind, raw, n, k, rows, quants, scales, super); });
   return failed ? failed : code;
+}
+
+int64_t hw_strings_size(const uint8_t* data, int64_t size, int64_t count) { return hw::strings_size(data, size, count); }
+
+void* hw_bpe_new(const uint8_t* tokens, int64_t count, const uint8_t* merges, int64_t merge_count, int64_t longest) {
+  try {
+    return hw::bpe_new(tokens, count, merges, merge_count, longest);
+  } catch (...) {
+    return nullptr;
+  }
+}
+void hw_bpe_free(void* bpe) { hw::bpe_free((hw::Bpe*)bpe); }
+const uint8_t* hw_bpe_token(const void* bpe, int64_t id, int64_t* size) { return hw::bpe_token(*(const hw::Bpe*)bpe, id, size); }
+int64_t hw_bpe_find(const void* bpe, const uint8_t* token, int64_t size) { return hw::bpe_find(*(const hw::Bpe*)bpe, token, size); }
+
+int64_t hw_bpe_encode(const void* bpe, const uint8_t* words, int64_t size, int32_t whole, int32_t* out) {
+  int64_t count = -1;
+  const int32_t failed = guarded([&] { count = hw::bpe_encode(*(const hw::Bpe*)bpe, words, size, whole != 0, out); });
+  return failed ? -1 : count;
 }
 
 }  // extern "C"

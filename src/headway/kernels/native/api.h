@@ -11,10 +11,14 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 9
+#define HW_VERSION 12
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
-enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2 };
+enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2, HW_SCALE_E8 = 3 };
+enum { HW_NORM_RMS = 0, HW_NORM_LAYER = 1 };  // root mean square; mean and variance
+enum { HW_SILU = 0, HW_GELU = 1, HW_GELU_TANH = 2 };
+enum { HW_QK_HEAD = 0, HW_QK_EACH = 1, HW_QK_ROW = 2 };  // one weight for all heads, weights of each head's own, over all heads
+enum { HW_NO_RECURRENCE = 0, HW_SHORT_CONV = 1, HW_GATED_DELTA = 2, HW_MAMBA2 = 3 };
 
 typedef struct {
   int32_t kind;       // HW_F32 ... HW_GROUPS; HW_INT8 has one float scale per row
@@ -26,29 +30,78 @@ typedef struct {
   int32_t scale_kind; // of HW_GROUPS
   const void* quants;
   const void* scales; // HW_SCALE_K: bytes, 16 scale factors and 16 min factors for each group of 32
+                      // HW_SCALE_E8: bytes e, scale = 2^(e - 128); quants of 4 bits are floats (E2M1, twice their value)
   const void* super;  // HW_SCALE_K: float16, 16 d and 16 dmin for each 256 inputs; scale = d * factor, min = -dmin * factor
   const float* bias;  // [n] or null
 } hw_matrix;
 
 typedef struct {
+  const float* weight;  // null: no norm
+  const float* bias;    // or null
+} hw_norm;
+
+// A layer: what it has not is null, or a matrix with n = 0. With a router its feed-forward is experts, whose matrices have
+// the rows of one expert after the other, each padded to whole blocks of 16; `gate`, `up` and `down` are then not there.
+// The matrices of heads, `key_up` and `value_up`, lie the same way. A recurrent layer has `mix_…` in place of attention.
+typedef struct {
   hw_matrix q, k, v, o, gate, up, down;
-  const float* norm_in;
-  const float* norm_mlp;
-  const float* q_norm;  // [head_dim] or null
+  hw_matrix router, expert_gate, expert_up, expert_down, shared_gate, shared_up, shared_down, shared_router;
+  hw_matrix q_down, q_up, kv_down, key_up, value_up;  // of latent attention: key_up [heads, latent, key_dim], value_up [heads, value_dim, latent]
+  hw_matrix attention_gate;                           // [heads * head_dim, hidden]
+  hw_matrix mix_in, mix_qkv, mix_beta, mix_step, mix_gate, mix_out;
+  hw_norm norm_in, norm_mlp;             // before attention and feed-forward
+  hw_norm post_attention, post_mlp;      // of what they add to the residual
+  const float* q_norm;  // as qk_norm says, or null
   const float* k_norm;
+  const float* sinks;   // [heads] scores of a slot of zeros that every row attends to, or null
+  const float* q_down_norm;        // [query_latent]
+  const float* kv_down_norm;       // [latent]
+  const float* router_correction;  // [experts] added to scores where experts are chosen, or null
+  const float* conv;               // [channels, taps]
+  const float* conv_bias;          // [channels], or null
+  const float* step_bias;          // [mix_heads]
+  const float* rate;               // [mix_heads], negative
+  const float* skip;               // [mix_heads]
+  const float* mix_norm;           // [mix_value_dim], or of HW_MAMBA2 [mix_heads * mix_value_dim] or null
   int32_t mask_set;     // index of the layer's mask set in hw_step
+  int32_t rope_set;     // index of its rotation, -1 if it has none
+  int32_t kv_layer;     // where its keys and values are in the KV cache
+  int32_t state_layer;  // where its recurrent state is in a place, if it has `mix_out`
 } hw_layer;
 
+// A model: sizes, then what its layers compute. A scale of 1 and a cap, clip or clamp of 0 change nothing.
 typedef struct {
-  int32_t layers, hidden, inner, heads, kv_heads, head_dim, vocab, rope_half, page_size;
-  float eps, scale, rope_scale;
-  const float* inv_freq;    // [rope_half]
-  const float* final_norm;  // [hidden]
+  int32_t layers, hidden, inner, heads, kv_heads, head_dim, vocab, rope_half, rope_sets, page_size;
+  int32_t norm, activation, qk_norm;        // HW_NORM_..., HW_SILU ..., HW_QK_...
+  int32_t parallel;                         // whether attention and feed-forward read the same residual
+  int32_t experts, per_token, expert_inner, shared_inner;  // of layers with a router
+  int32_t normalize;                        // whether the weights of the chosen experts sum to 1
+  int32_t route_groups, route_kept, route_best, route_sigmoid;  // experts of the best groups alone, if there are groups
+  int32_t weighted_inputs;                  // whether an expert's input is weighted, by the sigmoid of its logit, in place of its output
+  int32_t latent, rotated, key_dim, value_dim, query_latent, paired;  // of latent attention, where `latent` is not 0; head_dim is rotated + latent
+  int32_t gated_attention;                  // whether heads are multiplied by the sigmoid of a gate
+  int32_t recurrence;                       // HW_NO_RECURRENCE …
+  int32_t taps, mix_heads, mix_groups, mix_key_dim, mix_value_dim;  // of recurrent layers; a group of heads shares its keys
+  int32_t cycled, gate_first;               // whether heads of a group are not neighbors; whether outputs are gated and then normed
+  float eps, scale;
+  float attention_cap, qkv_clip, residual_scale, embedding_scale, logit_scale, logit_cap;
+  float clamp, alpha;                       // of experts: gate and up are clamped, up counts from 1, gate * sigmoid(alpha * gate)
+  float route_scale, latent_eps;
+  float temperature_floor, temperature_scale;  // in layers without a rope queries grow with their position, if the floor is not 0
+  float step_least, step_most;              // of time steps
+  const float* inv_freq;    // [rope_sets, rope_half]
+  const float* rope_scales; // [rope_sets]
+  const float* positions;   // [.., hidden] learned ones, or null
+  hw_norm final_norm;
   const hw_layer* layer;
   hw_matrix embedding, output;
-  void* kv;                 // KV cache [layers, 2, pages, …]: keys [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim]
+  void* kv;                 // KV cache [layers, 2, pages, …]: keys [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim];
+                            // with latent attention [layers, pages, page_size, head_dim]
   int64_t kv_pages;
   int32_t kv_kind;          // HW_F32, HW_F16 or HW_BF16
+  float* states;            // recurrent state [places, state_layers, state_numbers]: that of the convolution [channels, taps - 1], then of heads
+  int32_t state_layers;
+  int64_t state_numbers;
 } hw_model;
 
 // What an adapter adds to a matrix's outputs: factor * B (A x). Both are interleaved as float matrices are, in blocks of 16
@@ -99,6 +152,9 @@ typedef struct {
   const hw_adapter* adapters;    // [adapter_count], in the order in which a row's adapters add up
   const int32_t* adapter_rows;   // [adapter_uses] the rows of each adapter, one after the other
   const float* adapter_scales;   // [adapter_uses]
+  int32_t sequences;             // with recurrent state
+  const int32_t* sequence_runs;  // [sequences + 1] first run of each
+  const int32_t* state_runs;     // [runs, 4] first row, rows, place of the state before them, place of the state after them
 } hw_step;
 
 // One token to sample from a row of logits.
@@ -119,8 +175,9 @@ extern "C" {
 #endif
 int32_t hw_version(void);
 int32_t hw_isa(void);                       // in use: 0 plain; 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI; on ARM 1 NEON with dotprod, 2 and i8mm
-int32_t hw_best_isa(void);                  // the best on this machine
-int32_t hw_use_isa(int32_t isa);            // 0 if the machine has it
+int32_t hw_best_isa(void);                  // the best of those that were compiled and that this machine has
+int32_t hw_has_isa(int32_t isa);            // 1 if it was compiled and this machine has it
+int32_t hw_use_isa(int32_t isa);            // 0 if it is there
 void* hw_pool_new(int32_t count);        // a thread pool with its workspace; null if threads cannot be started
 void hw_pool_free(void* pool);
 // These return 0, 1 when out of memory, 2 for any other failure.
@@ -133,6 +190,17 @@ int32_t hw_sample(void* pool, hw_sampling* samplings, int32_t count);
 // GGUF blocks (0 Q4_0, 1 Q4_1, 2 Q8_0, 3 Q4_K) to the interleaved layout; rows maps outputs to the file's rows, or is
 // null. Returns 3 for any other kind.
 int32_t hw_repack(void* pool, int32_t kind, const uint8_t* raw, int32_t n, int32_t k, const int32_t* rows, uint8_t* quants, void* scales, uint16_t* super);
+// Strings as a GGUF header has them: the bytes that `count` of them take, or -1 if they reach past `size` or one is not UTF-8.
+int64_t hw_strings_size(const uint8_t* data, int64_t size, int64_t count);
+// Byte-pair encoding over such strings, which must outlive it; null if they are not tokens (of at most `longest` bytes)
+// and merges of them.
+void* hw_bpe_new(const uint8_t* tokens, int64_t count, const uint8_t* merges, int64_t merge_count, int64_t longest);
+void hw_bpe_free(void* bpe);
+const uint8_t* hw_bpe_token(const void* bpe, int64_t id, int64_t* size);      // of an id of it
+int64_t hw_bpe_find(const void* bpe, const uint8_t* token, int64_t size);    // its id, or -1
+// The ids of words with a newline between them, at most one for each byte; with `whole` a word that is a token stays
+// whole. Returns their number, or -1 when out of memory.
+int64_t hw_bpe_encode(const void* bpe, const uint8_t* words, int64_t size, int32_t whole, int32_t* out);
 #ifdef __cplusplus
 }
 #endif

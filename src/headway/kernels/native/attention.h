@@ -2,144 +2,88 @@
 // on the page size: slots are processed in units of 16, units in chunks of CHUNK, both counted from the start of the
 // sequence, and chunks are merged in ascending order.
 #pragma once
-#include <vector>
-
-#include "matmul.h"
+#include "slots.h"
 
 namespace HW_NS {
 
-constexpr int CHUNK = 128;  // slots whose scores are held at a time
-constexpr int TILE = 16;    // rows that share the keys they load
-
-struct Unit {
-  int32_t slot;         // first slot in the sequence, a multiple of 16
-  uint16_t present;     // bit i: slot i is in a page of the segment
-  int64_t offset[LANES]; // of each slot in the KV cache, for the first head
-};
-
-// One segment's slots in units, and which of them each row attends to.
-struct Layout {
-  int row, rows;                // in the batch
-  std::vector<Unit> units;
-  std::vector<int> chunks;      // first unit of each chunk, and the end
-  std::vector<uint16_t> bits;   // [mask sets, rows, units]
-  int prefix, prefix_row;            // the shared prefix its row belongs to (-1 for none), and its index there
-  const uint16_t* mask_bits(int set, int row) const { return bits.data() + ((size_t)set * rows + row) * units.size(); }
-};
-
-// Segments of one row each that begin with the same pages, as forks do: their common chunks are computed together, so
-// that keys and values are loaded once.
-struct SharedPrefix {
-  std::vector<int> segments;
-  int chunks;
-  size_t task;  // index of its first partial result, ordered by kv head, then chunk
-};
-
-// The keys and values of a layer, as floats or in half precision (kind); pointers to numbers are void pointers.
-struct KvCache {
-  const char* keys;    // [pages, kv_heads, head_dim, page]: a unit's slots are adjacent, as scoring reads them
-  const char* values;  // [pages, kv_heads, page, head_dim]
-  int kind, heads, kv_heads, dim, page;
-  int width() const { return kind == HW_F32 ? 4 : 2; }  // bytes of a number
-  const void* value(int64_t offset, int head) const { return values + (offset + (int64_t)head * page) * dim * width(); }
-  // The first number of a slot's key; the others follow with a stride of `page`.
-  const void* key(int64_t offset, int head) const {
-    const int64_t at = offset % page;
-    return keys + ((offset - at + (int64_t)head * page) * dim + at) * width();
-  }
-};
-
-inline float read_number(int kind, const void* p, size_t at) {
-  if (kind == HW_F32) return ((const float*)p)[at];
-  const uint16_t half = ((const uint16_t*)p)[at];
-  return kind == HW_F16 ? half_to_float(half) : bfloat_to_float(half);
-}
-
-// 16 numbers of the cache.
-inline vf read_lanes(int kind, const void* p, size_t at) {
-  return kind == HW_F32 ? load_float<HW_F32>(p, at) : kind == HW_F16 ? load_float<HW_F16>(p, at) : load_float<HW_BF16>(p, at);
-}
-
-inline void make_layout(const hw_step& step, int segment, int page_size, int kv_heads, Layout& out) {
-  out.row = step.segment_rows[segment];
-  out.rows = step.segment_rows[segment + 1] - out.row;
-  out.units.clear();
-  out.chunks.clear();
-  for (int p = step.segment_pages[segment]; p < step.segment_pages[segment + 1]; p++)
-    for (int at = 0; at < page_size;) {
-      const int32_t slot = step.numbers[p] * page_size + at, first = slot / LANES * LANES;
-      if (out.units.empty() || out.units.back().slot != first) {
-        if (out.units.empty() || first / CHUNK != out.units.back().slot / CHUNK) out.chunks.push_back((int)out.units.size());
-        out.units.emplace_back();
-        out.units.back().slot = first;
-        out.units.back().present = 0;
-      }
-      Unit& unit = out.units.back();
-      for (int lane = slot - first; lane < LANES && at < page_size; lane++, at++) {
-        unit.offset[lane] = (int64_t)step.pages[p] * kv_heads * page_size + at;
-        unit.present |= (uint16_t)(1u << lane);
-      }
-    }
-  out.chunks.push_back((int)out.units.size());
-}
-
-// Mask bits of one row: bit i of unit u is set if the row attends to the unit's i-th slot.
-inline void row_bits(const hw_step& step, int set, const Layout& lay, int row, uint16_t* bits) {
-  const int32_t* at = step.runs_at[set];
-  const int32_t* run = step.runs[set] + 2 * (size_t)at[lay.row + row];
-  const int32_t* end = step.runs[set] + 2 * (size_t)at[lay.row + row + 1];
-  for (size_t u = 0; u < lay.units.size(); u++) {
-    const Unit& unit = lay.units[u];
-    while (run < end && run[1] <= unit.slot) run += 2;
-    uint32_t seen = 0;
-    for (const int32_t* r = run; r < end && r[0] < unit.slot + LANES; r += 2) {
-      int from = std::max(r[0] - unit.slot, 0), to = std::min(r[1] - unit.slot, LANES);
-      seen |= ((1u << to) - 1) & ~((1u << from) - 1);
-    }
-    bits[u] = (uint16_t)(seen & unit.present);
-  }
-}
+constexpr int TILE = 16;               // rows that share the keys they load
+constexpr int STRIDE = CHUNK + LANES;  // between the scores of two queries: rows of a power of two would share cache sets
+#if HW_ISA >= 2
+constexpr int SCORED = 6, PAIRED = 2;  // queries that share a load of keys, and units whose keys share a load of queries
+constexpr int MIXED = 6;               // queries that share a load of values
+#else
+constexpr int SCORED = 8, PAIRED = 1, MIXED = 4;
+#endif
+constexpr int BLOCK = 4;               // units whose values are added at a time
 
 // The running softmax of one query: the largest score and the sum of weights; its weighted values are stored apart.
 struct Partial {
   float most, sum;
 };
 
-inline void merge(Partial& into, float* mixed, const Partial& next, const float* other, int dim) {
-  if (next.sum == 0 && next.most == -INFINITY) return;  // attends to nothing in that chunk
-  if (into.sum == 0 && into.most == -INFINITY) {
-    into = next;
-    std::memcpy(mixed, other, dim * sizeof(float));
-    return;
+inline bool is_empty(const Partial& p) { return p.sum == 0 && p.most == -INFINITY; }  // attends to nothing
+
+// Merges the partial results of `count` queries, at most 16, into the running ones: next(i) and other(i) are those of a
+// chunk, `mixed` has the running weighted values, one row for each.
+template <class N, class O>
+inline void merge(int count, Partial* into, float* mixed, N&& next, O&& other, int wide) {
+  float old[LANES] = {0}, added[LANES] = {0};
+  for (int i = 0; i < count; i++) {
+    const Partial one = into[i], two = next(i);
+    if (is_empty(one) || is_empty(two)) continue;
+    const float most = one.most > two.most ? one.most : two.most;
+    old[i] = one.most - most;
+    added[i] = two.most - most;
   }
-  float most = into.most > next.most ? into.most : next.most, t[LANES] = {0};
-  t[0] = into.most - most;
-  t[1] = next.most - most;
-  vf_store(t, vf_exp(vf_load(t)));
-  vf a = vf_set1(t[0]), b = vf_set1(t[1]);
-  into = {most, into.sum * t[0] + next.sum * t[1]};
-  for (int d = 0; d < dim; d += LANES)
-    vf_store(mixed + d, vf_fma(vf_load(other + d), b, vf_mul(vf_load(mixed + d), a)));
+  vf_store(old, vf_exp(vf_load(old)));
+  vf_store(added, vf_exp(vf_load(added)));
+  for (int i = 0; i < count; i++, mixed += wide) {
+    const Partial one = into[i], two = next(i);
+    if (is_empty(two)) continue;
+    const float* from = other(i);
+    if (is_empty(one)) {
+      into[i] = two;
+      std::memcpy(mixed, from, wide * sizeof(float));
+      continue;
+    }
+    into[i] = {one.most > two.most ? one.most : two.most, one.sum * old[i] + two.sum * added[i]};
+    const vf a = vf_set1(old[i]), b = vf_set1(added[i]);
+    for (int d = 0; d < wide; d += LANES) vf_store(mixed + d, vf_fma(vf_load(from + d), b, vf_mul(vf_load(mixed + d), a)));
+  }
 }
+
+template <class T>
+struct Buffer {  // grows, never shrinks, 64-byte aligned: a vector of floats is then within one cache line
+  std::vector<T> store;
+  T* at = nullptr;
+  T* fit(size_t n) {
+    if (store.size() < n + 64 / sizeof(T)) {
+      store.resize(n + 64 / sizeof(T));
+      at = (T*)(((uintptr_t)store.data() + 63) & ~(uintptr_t)63);
+    }
+    return at;
+  }
+};
 
 // Buffers of one thread.
 struct Scratch {
-  std::vector<float> keys, values, queries, scores, mixed, total, zeros;
+  Buffer<float> keys, values, queries, scores, mixed, total, zeros;
   std::vector<Partial> partial, sums;
-  std::vector<int> active;
+  std::vector<int> active;                 // the chunk's units that a query attends to
+  std::vector<uint8_t> whole;              // whether all queries attend to all of its slots
   std::vector<const uint16_t*> mask_bits;  // per query
-  size_t stride = 0;  // between the scores of two queries
-  void fit(int queries_, int dim, int units) {
-    size_t wide = up(dim, LANES);
-    stride = (size_t)units * LANES;
-    active.reserve(units);
-    keys.resize(wide * LANES);
-    values.resize(wide * LANES);
-    zeros.assign(wide, 0.0f);
-    queries.resize((queries_ + 1) * wide);  // a compiler may load one row past the last and not use it
-    scores.resize(queries_ * stride);
-    mixed.resize(queries_ * wide);
-    total.resize(queries_ * wide);
+  size_t wide = 0;                         // floats of a padded head
+  void fit(int queries_, int dim) {
+    wide = up(dim, LANES);
+    active.reserve(CHUNK / LANES);
+    whole.reserve(CHUNK / LANES);
+    keys.fit(PAIRED * wide * LANES);
+    values.fit(BLOCK * wide * LANES);
+    std::fill_n(zeros.fit(wide), wide, 0.0f);
+    queries.fit((queries_ + 1) * wide);  // a compiler may load one row past the last and not use it
+    scores.fit((size_t)queries_ * STRIDE);
+    mixed.fit(queries_ * wide);
+    total.fit(queries_ * wide);
     partial.resize(queries_);
     sums.resize(queries_);
     mask_bits.resize(queries_);
@@ -154,77 +98,113 @@ struct UnitKeys {
   int kind;
 };
 
-constexpr int SCORED = 8, MIXED = 4;  // queries that share a load of keys, of values
+// Keys that lie by slot, gathered into `copy`.
+inline UnitKeys slot_keys(const KvCache& kv, const Unit& unit, float* copy) {
+  const int dims = (int)up(kv.dim, 2);
+  for (int s = 0; s < LANES; s++) {
+    const void* row = unit.present >> s & 1 ? kv.value(unit.offset[s], 0) : nullptr;
+    for (int d = 0; d < dims; d++) copy[d * LANES + s] = row && d < kv.dim ? read_number(kv.kind, row, d) : 0.0f;
+  }
+  return {copy, LANES, dims, HW_F32};
+}
 
-// Read in place if the unit is within one page, else gathered; zeros for absent slots. In half precision they are made
-// floats first if `queries` would load them more than once.
-inline UnitKeys unit_keys(const KvCache& kv, const Unit& unit, int head, int queries, Scratch& scratch) {
+// Read in place if the unit is within one page, else gathered into `copy`; zeros for absent slots. In half precision they
+// are made floats first if `queries` would load them more than once.
+inline UnitKeys unit_keys(const KvCache& kv, const Unit& unit, int head, int queries, float* copy) {
+  if (kv.by_slot) return slot_keys(kv, unit, copy);
   const bool adjacent = kv.page % LANES == 0 && kv.dim % 2 == 0;
   const void* first = adjacent ? kv.key(unit.offset[0], head) : nullptr;
   if (adjacent && (kv.kind == HW_F32 || queries <= SCORED)) return {first, (size_t)kv.page, kv.dim, kv.kind};
   if (adjacent) {
-    for (int d = 0; d < kv.dim; d++) vf_store(&scratch.keys[d * LANES], read_lanes(kv.kind, first, (size_t)d * kv.page));
-    return {scratch.keys.data(), LANES, kv.dim, HW_F32};
+    widen(kv.kind, first, (size_t)kv.page, kv.dim, copy);
+    return {copy, LANES, kv.dim, HW_F32};
   }
-  std::fill(scratch.keys.begin(), scratch.keys.end(), 0.0f);
+  std::fill(copy, copy + (size_t)up(kv.dim, LANES) * LANES, 0.0f);
   for (int s = 0; s < LANES; s++)
     if (unit.present >> s & 1)
-      for (int d = 0; d < kv.dim; d++) scratch.keys[d * LANES + s] = read_number(kv.kind, kv.key(unit.offset[s], head), (size_t)d * kv.page);
-  return {scratch.keys.data(), LANES, (int)up(kv.dim, 2), HW_F32};
+      for (int d = 0; d < kv.dim; d++) copy[d * LANES + s] = read_number(kv.kind, kv.key(unit.offset[s], head), (size_t)d * kv.page);
+  return {copy, LANES, (int)up(kv.dim, 2), HW_F32};
 }
 
-// Scores of Q queries with a unit's slots. Even and odd dimensions are summed separately, which hides latency with few queries.
-template <int KIND, int Q>
-inline void score(const UnitKeys& keys, const float* queries, size_t wide, float* out, size_t stride) {
-  vf even[Q], odd[Q];
+// Scores of Q queries with the slots of U units, whose keys are alike but for their place. Even and odd dimensions are
+// summed separately, which hides latency with few queries.
+template <int KIND, int U, int Q>
+inline void score(const UnitKeys* keys, const float* queries, size_t wide, float* out) {
+  vf even[U][Q], odd[U][Q];
   HW_UNROLL
-  for (int q = 0; q < Q; q++) even[q] = odd[q] = vf_zero();
-  for (int d = 0; d < keys.dims; d += 2) {
-    vf k = load_float<KIND>(keys.at, d * keys.apart), l = load_float<KIND>(keys.at, (d + 1) * keys.apart);
+  for (int u = 0; u < U; u++)
+    HW_UNROLL
+    for (int q = 0; q < Q; q++) even[u][q] = odd[u][q] = vf_zero();
+  const size_t apart = keys[0].apart;
+  const int dims = keys[0].dims;
+  for (int d = 0; d < dims; d += 2) {
+    vf k[U], l[U];
+    HW_UNROLL
+    for (int u = 0; u < U; u++) k[u] = load_float<KIND>(keys[u].at, d * apart), l[u] = load_float<KIND>(keys[u].at, (d + 1) * apart);
     HW_UNROLL
     for (int q = 0; q < Q; q++) {
-      even[q] = vf_fma(k, vf_set1(queries[q * wide + d]), even[q]);
-      odd[q] = vf_fma(l, vf_set1(queries[q * wide + d + 1]), odd[q]);
+      const vf a = vf_set1(queries[q * wide + d]), b = vf_set1(queries[q * wide + d + 1]);
+      HW_UNROLL
+      for (int u = 0; u < U; u++) {
+        even[u][q] = vf_fma(k[u], a, even[u][q]);
+        odd[u][q] = vf_fma(l[u], b, odd[u][q]);
+      }
     }
   }
   HW_UNROLL
-  for (int q = 0; q < Q; q++) vf_store(out + q * stride, vf_add(even[q], odd[q]));
+  for (int q = 0; q < Q; q++)
+    HW_UNROLL
+    for (int u = 0; u < U; u++) vf_store(out + q * STRIDE + u * LANES, vf_add(even[u][q], odd[u][q]));
 }
 
-template <int KIND>
-inline void score_kind(const UnitKeys& keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
-  constexpr void (*few[SCORED])(const UnitKeys&, const float*, size_t, float*, size_t) = {
-      nullptr, score<KIND, 1>, score<KIND, 2>, score<KIND, 3>, score<KIND, 4>, score<KIND, 5>, score<KIND, 6>, score<KIND, 7>};
-  int q = 0;
-  for (; q + SCORED <= count; q += SCORED) score<KIND, SCORED>(keys, queries + q * wide, wide, out + q * stride, stride);
-  if (q < count) few[count - q](keys, queries + q * wide, wide, out + q * stride, stride);
+template <int KIND, int U, int Q = SCORED>
+inline void score_kind(const UnitKeys* keys, const float* queries, size_t wide, int count, float* out) {
+  for (; count >= Q; count -= Q, queries += Q * wide, out += Q * STRIDE) score<KIND, U, Q>(keys, queries, wide, out);
+  if constexpr (Q > 1)
+    if (count) score_kind<KIND, U, Q - 1>(keys, queries, wide, count, out);
 }
 
-inline void score_all(const UnitKeys& keys, const float* queries, size_t wide, int count, float* out, size_t stride) {
-  if (keys.kind == HW_F32) score_kind<HW_F32>(keys, queries, wide, count, out, stride);
-  else if (keys.kind == HW_F16) score_kind<HW_F16>(keys, queries, wide, count, out, stride);
-  else score_kind<HW_BF16>(keys, queries, wide, count, out, stride);
+template <int U>
+inline void score_all(const UnitKeys* keys, const float* queries, size_t wide, int count, float* out) {
+  if (keys->kind == HW_F32) score_kind<HW_F32, U>(keys, queries, wide, count, out);
+  else if (keys->kind == HW_F16) score_kind<HW_F16, U>(keys, queries, wide, count, out);
+  else score_kind<HW_BF16, U>(keys, queries, wide, count, out);
 }
 
-// One head's values of a unit, slot by slot; zeros for absent slots. Rows not a multiple of a vector are copied and padded,
-// and rows in half precision are made floats first if `queries` would load them more than once.
-struct UnitValues {
-  const void* row[LANES];
+// One head's values of a few units, slot by slot; zeros for absent slots. Rows not a multiple of a vector are copied and
+// padded, and rows in half precision are made floats first if `queries` would load them more than once.
+struct BlockValues {
+  const void* row[BLOCK * LANES];
   int kind;
-  UnitValues(const KvCache& kv, const Unit& unit, int head, int queries, Scratch& scratch) : kind(kv.kind) {
-    const size_t wide = scratch.zeros.size();
-    const bool whole = kv.dim % LANES == 0, widen = whole && kind != HW_F32 && queries > MIXED;
+  BlockValues(const KvCache& kv, int queries, Scratch& scratch) : kind(kv.kind), kv_(kv), scratch_(scratch) {
+    whole_ = kv.dim % LANES == 0, widen_ = whole_ && kind != HW_F32 && queries > MIXED;
+    if (!whole_ || widen_) kind = HW_F32;
+  }
+  // Puts a unit's values at one of the block's places.
+  void take(int place, const Unit& unit, int head) {
+    const size_t wide = scratch_.wide;
+    if (widen_ && kv_.page % LANES == 0) {  // its slots are adjacent
+      float* copy = scratch_.values.at + place * LANES * wide;
+      widen(kv_.kind, kv_.value(unit.offset[0], head), LANES, kv_.dim, copy);
+      for (int s = 0; s < LANES; s++) row[place * LANES + s] = copy + s * wide;
+      return;
+    }
     for (int s = 0; s < LANES; s++) {
       const bool present = unit.present >> s & 1;
-      row[s] = present ? kv.value(unit.offset[s], head) : scratch.zeros.data();
-      if (!present || (whole && !widen)) continue;
-      float* copy = &scratch.values[s * wide];
-      for (int d = 0; widen && d < kv.dim; d += LANES) vf_store(copy + d, read_lanes(kind, row[s], d));
-      for (size_t d = 0; !widen && d < wide; d++) copy[d] = (int)d < kv.dim ? read_number(kind, row[s], d) : 0.0f;
-      row[s] = copy;
+      const void*& to = row[place * LANES + s];
+      to = present ? kv_.value(unit.offset[s], head) : scratch_.zeros.at;
+      if (!present || (whole_ && !widen_)) continue;
+      float* copy = scratch_.values.at + (place * LANES + s) * wide;
+      if (widen_) widen(kv_.kind, to, LANES, kv_.dim / LANES, copy);
+      for (size_t d = 0; !widen_ && d < wide; d++) copy[d] = (int)d < kv_.dim ? read_number(kv_.kind, to, d) : 0.0f;
+      to = copy;
     }
-    if (!whole || widen) kind = HW_F32;
   }
+
+ private:
+  const KvCache& kv_;
+  Scratch& scratch_;
+  bool whole_, widen_;
 };
 
 // Prefetches one head's values of a unit.
@@ -234,22 +214,32 @@ inline void prefetch_values(const KvCache& kv, const Unit& unit, int head) {
       for (int at = 0; at < kv.dim * kv.width(); at += 64) __builtin_prefetch((const char*)kv.value(unit.offset[s], head) + at);
 }
 
-// Adds weights times values of one unit for Q queries, over V vectors of the head. `bits` selects the slots.
+// Slots of a block that queries attend to.
+struct Slots {
+  uint64_t bits = 0;
+  int count = 0;
+  uint8_t at[BLOCK * LANES];
+  explicit Slots(uint64_t bits_) : bits(bits_) {
+    for (uint64_t rest = bits; rest; rest &= rest - 1) at[count++] = (uint8_t)__builtin_ctzll(rest);
+  }
+};
+
+// Adds weights times values of slots for Q queries, over V vectors of the head.
 template <int KIND, int Q, int V>
-inline void add_weighted_values(const UnitValues& values, int at, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
+inline void add_weighted_values(const BlockValues& values, int at, const float* weights, const Slots& slots, float* mixed, size_t wide) {
   vf acc[Q][V];
   HW_UNROLL
   for (int q = 0; q < Q; q++)
     HW_UNROLL
     for (int v = 0; v < V; v++) acc[q][v] = vf_load(mixed + q * wide + at + v * LANES);
-  for (; bits; bits &= bits - 1) {
-    const int s = __builtin_ctz(bits);
+  for (int n = 0; n < slots.count; n++) {
+    const int s = slots.at[n];
     vf x[V];
     HW_UNROLL
     for (int v = 0; v < V; v++) x[v] = load_float<KIND>(values.row[s], at + v * LANES);
     HW_UNROLL
     for (int q = 0; q < Q; q++) {
-      vf w = vf_set1(weights[q * stride + s]);
+      vf w = vf_set1(weights[q * STRIDE + s]);
       HW_UNROLL
       for (int v = 0; v < V; v++) acc[q][v] = vf_fma(x[v], w, acc[q][v]);
     }
@@ -260,17 +250,13 @@ inline void add_weighted_values(const UnitValues& values, int at, const float* w
     for (int v = 0; v < V; v++) vf_store(mixed + q * wide + at + v * LANES, acc[q][v]);
 }
 
-template <int KIND, int Q>
-inline void add_all_weighted_values(const UnitValues& values, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
+template <int KIND, int Q = MIXED>
+inline void mix_kind(const BlockValues& values, int queries, const float* weights, const Slots& slots, float* mixed, size_t wide) {
+  if constexpr (Q > 1)
+    if (queries < Q) return mix_kind<KIND, Q - 1>(values, queries, weights, slots, mixed, wide);
   int at = 0, end = (int)wide;
-  for (; at + 4 * LANES <= end; at += 4 * LANES) add_weighted_values<KIND, Q, 4>(values, at, weights, stride, bits, mixed, wide);
-  for (; at < end; at += LANES) add_weighted_values<KIND, Q, 1>(values, at, weights, stride, bits, mixed, wide);
-}
-
-template <int KIND>
-inline void mix_kind(const UnitValues& values, int queries, const float* weights, size_t stride, uint32_t bits, float* mixed, size_t wide) {
-  auto go = queries == 4 ? add_all_weighted_values<KIND, 4> : queries == 3 ? add_all_weighted_values<KIND, 3> : queries == 2 ? add_all_weighted_values<KIND, 2> : add_all_weighted_values<KIND, 1>;
-  go(values, weights, stride, bits, mixed, wide);
+  for (; at + 4 * LANES <= end; at += 4 * LANES) add_weighted_values<KIND, Q, 4>(values, at, weights, slots, mixed, wide);
+  for (; at < end; at += LANES) add_weighted_values<KIND, Q, 1>(values, at, weights, slots, mixed, wide);
 }
 
 // A unit of parallel work: rows [first, first + rows) of a segment, or the rows of segments with a shared prefix, for kv
@@ -296,62 +282,105 @@ struct WorkItem {
   }
 };
 
+// cap * tanh(x / cap); tanh(y) is 1 - 2 / (1 + e^2y).
+inline vf soft_cap(vf x, float cap) {
+  const vf e = vf_exp(vf_mul(vf_div(x, vf_set1(cap)), vf_set1(2.0f)));
+  return vf_mul(vf_sub(vf_set1(1.0f), vf_div(vf_set1(2.0f), vf_add(e, vf_set1(1.0f)))), vf_set1(cap));
+}
+
 // The scores of the chunk's units, -infinity where masked. Heads are the inner loop, as in the layout of the keys.
 inline void score_chunk(const WorkItem& p, Scratch& scratch) {
-  const size_t wide = up(p.kv.dim, LANES), stride = scratch.stride;
+  const size_t wide = up(p.kv.dim, LANES);
   const int n = (int)scratch.active.size(), each = p.each();
-  for (int i = 0; i < n; i++) {
-    const Unit& unit = p.lay.units[scratch.active[i]];
+  for (int i = 0, units; i < n; i += units) {
+    units = std::min(PAIRED, n - i);
     for (int h = 0; h < p.heads; h++) {
-      prefetch_values(p.kv, unit, p.head + h);
-      const UnitKeys keys = unit_keys(p.kv, unit, p.head + h, each, scratch);
-      float* out = scratch.scores.data() + (size_t)h * each * stride + i * LANES;
-      score_all(keys, &scratch.queries[(size_t)h * each * wide], wide, each, out, stride);
-      for (int q = 0; q < each; q++, out += stride) {
-        const uint16_t on = scratch.mask_bits[q][scratch.active[i]];
-        if (on != 0xffff) vf_store(out, vf_select(on, vf_load(out), vf_set1(-INFINITY)));
+      UnitKeys keys[PAIRED];
+      for (int u = 0; u < units; u++) {
+        const Unit& unit = p.lay.units[scratch.active[i + u]];
+        if (each <= SCORED) prefetch_values(p.kv, unit, p.head + h);
+        keys[u] = unit_keys(p.kv, unit, p.head + h, each, scratch.keys.at + u * wide * LANES);
+      }
+      float* out = scratch.scores.at + (size_t)h * each * STRIDE + i * LANES;
+      const float* queries = scratch.queries.at + (size_t)h * each * wide;
+      if (units == PAIRED) score_all<PAIRED>(keys, queries, wide, each, out);
+      else score_all<1>(keys, queries, wide, each, out);
+      for (int u = 0; u < units; u++, out += LANES) {
+        for (int q = 0; p.kv.cap != 0 && q < each; q++) vf_store(out + q * STRIDE, soft_cap(vf_load(out + q * STRIDE), p.kv.cap));
+        for (int q = 0; !scratch.whole[i + u] && q < each; q++) {
+          const uint16_t on = scratch.mask_bits[q][scratch.active[i + u]];
+          if (on != 0xffff) vf_store(out + q * STRIDE, vf_select(on, vf_load(out + q * STRIDE), vf_set1(-INFINITY)));
+        }
       }
     }
   }
 }
 
-// Scores to softmax weights, relative to the chunk's largest score.
-inline void softmax_chunk(const WorkItem& p, Scratch& scratch) {
-  const size_t wide = up(p.kv.dim, LANES);
-  const int n = (int)scratch.active.size();
-  for (int q = 0; q < p.queries(); q++) {
-    scratch.partial[q] = {-INFINITY, 0};
-    float* s = scratch.scores.data() + q * scratch.stride;
-    bool any = false;
-    for (int i = 0; i < n && !any; i++) any = scratch.mask_bits[q][scratch.active[i]] != 0;
-    if (!any) continue;
-    vf most = vf_set1(-INFINITY), sum = vf_zero();
-    for (int i = 0; i < n; i++) most = vf_max(vf_load(s + i * LANES), most);
-    const float top = vf_most(most);
-    for (int i = 0; i < n; i++) {
-      vf w = vf_exp(vf_sub(vf_load(s + i * LANES), vf_set1(top)));
-      sum = vf_add(sum, w);
-      vf_store(s + i * LANES, w);
+// The scores of Q queries with n units to softmax weights, relative to their largest.
+template <int Q>
+inline void softmax(float* scores, int n, Partial* partial) {
+  vf most[Q], sum[Q], top[Q];
+  HW_UNROLL
+  for (int q = 0; q < Q; q++) most[q] = vf_set1(-INFINITY), sum[q] = vf_zero();
+  for (int i = 0; i < n; i++)
+    HW_UNROLL
+    for (int q = 0; q < Q; q++) most[q] = vf_max(vf_load(scores + q * STRIDE + i * LANES), most[q]);
+  HW_UNROLL
+  for (int q = 0; q < Q; q++) top[q] = vf_set1(partial[q].most = vf_most(most[q]));
+  for (int i = 0; i < n; i++)
+    HW_UNROLL
+    for (int q = 0; q < Q; q++) {
+      float* s = scores + q * STRIDE + i * LANES;
+      const vf w = vf_exp(vf_sub(vf_load(s), top[q]));
+      sum[q] = vf_add(sum[q], w);
+      vf_store(s, w);
     }
-    scratch.partial[q] = {top, vf_sum(sum)};
-    std::memset(&scratch.mixed[q * wide], 0, wide * sizeof(float));
+  HW_UNROLL
+  for (int q = 0; q < Q; q++) partial[q].sum = vf_sum(sum[q]);
+}
+
+inline void softmax_chunk(const WorkItem& p, Scratch& scratch) {
+  constexpr int TOGETHER = HW_ISA >= 2 ? 4 : 1;  // queries whose long chains of instructions overlap
+  const int n = (int)scratch.active.size();
+  const bool whole = std::find(scratch.whole.begin(), scratch.whole.end(), 1) != scratch.whole.end();
+  std::fill_n(scratch.mixed.at, p.queries() * scratch.wide, 0.0f);
+  for (int q = 0, count; q < p.queries(); q += count) {
+    float* scores = scratch.scores.at + (size_t)q * STRIDE;
+    bool any = whole;
+    for (int i = 0; i < n && !any; i++) any = scratch.mask_bits[q][scratch.active[i]] != 0;
+    count = whole && q + TOGETHER <= p.queries() ? TOGETHER : 1;
+    if (!any) scratch.partial[q] = {-INFINITY, 0};
+    else if (count == TOGETHER) softmax<TOGETHER>(scores, n, &scratch.partial[q]);
+    else softmax<1>(scores, n, &scratch.partial[q]);
   }
 }
 
 // Queries with the same mask go together; a masked slot is never multiplied.
 inline void mix_chunk(const WorkItem& p, Scratch& scratch) {
-  const size_t wide = up(p.kv.dim, LANES), stride = scratch.stride;
-  const int each = p.each();
-  for (size_t i = 0; i < scratch.active.size(); i++)
+  const size_t wide = up(p.kv.dim, LANES);
+  const int each = p.each(), n = (int)scratch.active.size();
+  for (int i = 0; i < n; i += BLOCK)
     for (int h = 0; h < p.heads; h++) {
-      const int unit = scratch.active[i];
-      const UnitValues values(p.kv, p.lay.units[unit], p.head + h, each, scratch);
+      const int units = std::min(BLOCK, n - i);
+      BlockValues values(p.kv, each, scratch);
+      bool whole = true;
+      for (int u = 0; u < units; u++) {
+        values.take(u, p.lay.units[scratch.active[i + u]], p.head + h);
+        whole = whole && scratch.whole[i + u];
+      }
+      const uint64_t all = ~(uint64_t)0 >> (BLOCK - units) * LANES;
+      auto bits = [&](int q) {
+        uint64_t found = whole ? all : 0;
+        for (int u = 0; !whole && u < units; u++) found |= (uint64_t)scratch.mask_bits[q][scratch.active[i + u]] << u * LANES;
+        return found;
+      };
+      auto go = values.kind == HW_F32 ? mix_kind<HW_F32> : values.kind == HW_F16 ? mix_kind<HW_F16> : mix_kind<HW_BF16>;
+      Slots slots(all);
       for (int q = h * each, end = q + each, same; q < end; q += same) {
-        const uint32_t take = scratch.mask_bits[q][unit];
-        for (same = 1; same < MIXED && q + same < end && scratch.mask_bits[q + same][unit] == take;) same++;
-        if (!take) continue;
-        auto go = values.kind == HW_F32 ? mix_kind<HW_F32> : values.kind == HW_F16 ? mix_kind<HW_F16> : mix_kind<HW_BF16>;
-        go(values, same, scratch.scores.data() + q * stride + i * LANES, stride, take, &scratch.mixed[q * wide], wide);
+        const uint64_t take = bits(q);
+        for (same = 1; same < MIXED && q + same < end && bits(q + same) == take;) same++;
+        if (take != slots.bits) slots = Slots(take);
+        if (take) go(values, same, scratch.scores.at + (size_t)q * STRIDE + i * LANES, slots, scratch.mixed.at + q * wide, wide);
       }
     }
 }
@@ -360,10 +389,13 @@ inline void mix_chunk(const WorkItem& p, Scratch& scratch) {
 inline void attend_chunk(const WorkItem& p, int chunk, Scratch& scratch) {
   const int each = p.each(), group = p.group();
   scratch.active.clear();
+  scratch.whole.clear();
   for (int u = p.lay.chunks[chunk]; u < p.lay.chunks[chunk + 1]; u++) {
-    uint16_t any = 0;
-    for (int q = 0; q < each; q += group) any |= scratch.mask_bits[q][u];
-    if (any) scratch.active.push_back(u);
+    uint16_t any = 0, all = 0xffff;
+    for (int q = 0; q < each; q += group) any |= scratch.mask_bits[q][u], all &= scratch.mask_bits[q][u];
+    if (!any) continue;
+    scratch.active.push_back(u);
+    scratch.whole.push_back(all == 0xffff);
   }
   score_chunk(p, scratch);
   softmax_chunk(p, scratch);
@@ -374,7 +406,7 @@ inline void attend_chunk(const WorkItem& p, int chunk, Scratch& scratch) {
 inline void take_queries(const WorkItem& p, const float* q, size_t stride, Scratch& scratch) {
   const size_t wide = up(p.kv.dim, LANES);
   for (int i = 0; i < p.queries(); i++) {
-    float* to = &scratch.queries[i * wide];
+    float* to = scratch.queries.at + i * wide;
     scratch.mask_bits[i] = p.mask_bits(i);
     std::memcpy(to, q + (size_t)p.batch_row(i) * stride + p.column(i), p.kv.dim * sizeof(float));
     for (size_t d = p.kv.dim; d < wide; d++) to[d] = 0;
@@ -384,7 +416,13 @@ inline void take_queries(const WorkItem& p, const float* q, size_t stride, Scrat
 // Normalizes a query's weighted values and stores them in out [T, heads * dim].
 inline void write_output(const WorkItem& p, int query, const Partial& sum, const float* total, float* out, size_t stride) {
   float* y = out + (size_t)p.batch_row(query) * stride + p.column(query);
-  const float factor = 1.0f / sum.sum;
+  float all = sum.sum;
+  if (p.kv.sinks) {
+    float t[LANES];
+    vf_store(t, vf_exp(vf_set1(p.kv.sinks[p.column(query) / p.kv.dim] - sum.most)));
+    all += t[0];
+  }
+  const float factor = 1.0f / all;
   for (int d = 0; d < p.kv.dim; d++) y[d] = total[d] * factor;
 }
 
@@ -395,17 +433,15 @@ inline void attend(const WorkItem& p, const float* q, float* out, size_t stride,
   take_queries(p, q, stride, scratch);
   for (int i = 0; i < p.queries(); i++) scratch.sums[i] = {-INFINITY, 0};
   for (int c = 0; c + 1 < (int)p.lay.chunks.size(); c++) {
-    if (known(0, c)) {
-      for (int i = 0; i < p.queries(); i++) {
-        const float* done = known(i, c);
-        merge(scratch.sums[i], &scratch.total[i * wide], {done[0], done[1]}, done + 2, (int)wide);
-      }
-      continue;
+    const bool ready = known(0, c);
+    if (!ready) attend_chunk(p, c, scratch);
+    for (int q = 0; q < p.queries(); q += LANES) {
+      auto next = [&](int i) { return ready ? Partial{known(q + i, c)[0], known(q + i, c)[1]} : scratch.partial[q + i]; };
+      auto other = [&](int i) { return ready ? known(q + i, c) + 2 : scratch.mixed.at + (q + i) * wide; };
+      merge(std::min(LANES, p.queries() - q), &scratch.sums[q], scratch.total.at + q * wide, next, other, (int)wide);
     }
-    attend_chunk(p, c, scratch);
-    for (int i = 0; i < p.queries(); i++) merge(scratch.sums[i], &scratch.total[i * wide], scratch.partial[i], &scratch.mixed[i * wide], (int)wide);
   }
-  for (int i = 0; i < p.queries(); i++) write_output(p, i, scratch.sums[i], &scratch.total[i * wide], out, stride);
+  for (int i = 0; i < p.queries(); i++) write_output(p, i, scratch.sums[i], scratch.total.at + i * wide, out, stride);
 }
 
 }  // namespace HW_NS

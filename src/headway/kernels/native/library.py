@@ -10,14 +10,14 @@ import ctypes
 import os
 import platform
 import sys
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 9
+VERSION = 12
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {
@@ -29,7 +29,11 @@ ISA_NAMES = {
     "i8mm": "NEON with i8mm",
 }
 KINDS = ("f32", "f16", "bf16", "int8", "groups")
-SCALES = ("f16", "f32", "k")
+SCALES = ("f16", "f32", "k", "e8")
+NORMS = ("rms", "layer")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+QK_NORMS = ("head", "each", "row")
+RECURRENCES = ("none", "short conv", "gated delta", "mamba-2")
 NAME = "_headway.dylib" if sys.platform == "darwin" else "_headway.so"
 
 
@@ -52,16 +56,26 @@ class MatrixStruct(Structure):
     )
 
 
+class NormStruct(Structure):
+    """hw_norm."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
 class LayerStruct(Structure):
     """hw_layer."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        ("norm_in", c_void_p),
-        ("norm_mlp", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("mask_set", c_int32),
+        *((name, MatrixStruct) for name in ("router", "expert_gate", "expert_up", "expert_down")),
+        *((name, MatrixStruct) for name in ("shared_gate", "shared_up", "shared_down", "shared_router")),
+        *((name, MatrixStruct) for name in ("q_down", "q_up", "kv_down", "key_up", "value_up", "attention_gate")),
+        *((name, MatrixStruct) for name in ("mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate", "mix_out")),
+        *((name, NormStruct) for name in ("norm_in", "norm_mlp", "post_attention", "post_mlp")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks", "q_down_norm", "kv_down_norm")),
+        *((name, c_void_p) for name in ("router_correction", "conv", "conv_bias", "step_bias", "rate", "skip")),
+        ("mix_norm", c_void_p),
+        *((name, c_int32) for name in ("mask_set", "rope_set", "kv_layer", "state_layer")),
     )
 
 
@@ -69,31 +83,29 @@ class ModelStruct(Structure):
     """hw_model."""
 
     _fields_ = (
-        *(
-            (name, c_int32)
-            for name in (
-                "layers",
-                "hidden",
-                "inner",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "vocab",
-                "rope_half",
-                "page_size",
-            )
-        ),
-        ("eps", c_float),
-        ("scale", c_float),
-        ("rope_scale", c_float),
-        ("inv_freq", c_void_p),
-        ("final_norm", c_void_p),
+        *((name, c_int32) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "vocab")),
+        *((name, c_int32) for name in ("rope_half", "rope_sets", "page_size")),
+        *((name, c_int32) for name in ("norm", "activation", "qk_norm", "parallel")),
+        *((name, c_int32) for name in ("experts", "per_token", "expert_inner", "shared_inner", "normalize")),
+        *((name, c_int32) for name in ("route_groups", "route_kept", "route_best", "route_sigmoid", "weighted_inputs")),
+        *((name, c_int32) for name in ("latent", "rotated", "key_dim", "value_dim", "query_latent", "paired")),
+        *((name, c_int32) for name in ("gated_attention", "recurrence", "taps", "mix_heads", "mix_groups")),
+        *((name, c_int32) for name in ("mix_key_dim", "mix_value_dim", "cycled", "gate_first")),
+        *((name, c_float) for name in ("eps", "scale", "attention_cap", "qkv_clip", "residual_scale")),
+        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_cap", "clamp", "alpha")),
+        *((name, c_float) for name in ("route_scale", "latent_eps", "temperature_floor", "temperature_scale")),
+        *((name, c_float) for name in ("step_least", "step_most")),
+        *((name, c_void_p) for name in ("inv_freq", "rope_scales", "positions")),
+        ("final_norm", NormStruct),
         ("layer", POINTER(LayerStruct)),
         ("embedding", MatrixStruct),
         ("output", MatrixStruct),
         ("kv", c_void_p),
         ("kv_pages", c_int64),
         ("kv_kind", c_int32),
+        ("states", c_void_p),
+        ("state_layers", c_int32),
+        ("state_numbers", c_int64),
     )
 
 
@@ -151,6 +163,9 @@ class StepStruct(Structure):
         ("adapters", POINTER(AdapterStruct)),
         ("adapter_rows", c_void_p),
         ("adapter_scales", c_void_p),
+        ("sequences", c_int32),
+        ("sequence_runs", c_void_p),
+        ("state_runs", c_void_p),
     )
 
 
@@ -196,14 +211,21 @@ def open_library() -> Library:
     return Library(_declare(calls))
 
 
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this installation was compiled for and this machine has, the best one last."""
+    calls = open_library().calls
+    return () if calls is None else tuple(name for level, name in enumerate(ISAS) if calls.hw_has_isa(level))
+
+
 def use_isa(name: str) -> None:
-    """Use one instruction set. Raises if this machine lacks it."""
+    """Use one instruction set. Raises if this machine lacks it, or this installation."""
     calls = open_library().calls
     if name not in ISAS:
         raise InvalidInput(f"the instruction set {name!r} is unknown; use one of {', '.join(ISAS)}")
     if calls is None or calls.hw_use_isa(ISAS.index(name)) != 0:
-        best = "none" if calls is None else ISAS[calls.hw_best_isa()]
-        raise Unsupported(f"the instruction set {name!r} is not available; this machine's best is {best!r}")
+        there = ", ".join(available_isas()) or "none"
+        more = "an installation with HEADWAY_NATIVE_BUILD=all has every one that this machine has"
+        raise Unsupported(f"the instruction set {name!r} is not available; those that are: {there}; {more}")
 
 
 def _declare(calls: ctypes.CDLL) -> ctypes.CDLL:
@@ -219,6 +241,18 @@ def _declare(calls: ctypes.CDLL) -> ctypes.CDLL:
     calls.hw_sample.argtypes = (c_void_p, POINTER(SamplingStruct), c_int32)
     calls.hw_argmax.argtypes = (c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p)
     calls.hw_repack.argtypes = (c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p)
+    calls.hw_strings_size.restype = c_int64
+    calls.hw_strings_size.argtypes = (c_void_p, c_int64, c_int64)
+    calls.hw_bpe_new.restype = c_void_p
+    calls.hw_bpe_new.argtypes = (c_char_p, c_int64, c_char_p, c_int64, c_int64)
+    calls.hw_bpe_free.restype = None
+    calls.hw_bpe_free.argtypes = (c_void_p,)
+    calls.hw_bpe_token.restype = c_void_p
+    calls.hw_bpe_token.argtypes = (c_void_p, c_int64, POINTER(c_int64))
+    calls.hw_bpe_find.restype = c_int64
+    calls.hw_bpe_find.argtypes = (c_void_p, c_char_p, c_int64)
+    calls.hw_bpe_encode.restype = c_int64
+    calls.hw_bpe_encode.argtypes = (c_void_p, c_char_p, c_int64, c_int32, c_void_p)
     return calls
 
 

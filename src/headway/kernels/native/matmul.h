@@ -32,6 +32,14 @@ struct Activations {
   const int32_t* totals = nullptr; // [rows, 3, groups] sums of the quants: of 32, of the first 16, of the last 16
   const float* sums = nullptr;     // [rows, 3, groups] scale times totals
   int width = 0, groups = 0;
+
+  // The same from a row on.
+  Activations from(size_t row) const {
+    Activations x = *this;
+    if (values) x.values += row * stride;
+    if (quants) x.quants += row * width, x.scales += row * groups, x.totals += row * 3 * groups, x.sums += row * 3 * groups;
+    return x;
+  }
 };
 
 constexpr float SMALLEST = 1e-36f;  // a group whose largest value is smaller counts as zero: 127 / it would overflow
@@ -107,6 +115,10 @@ struct Scales {
       if (HAS_MIN) min = vf_mul(vf_mul(vf_load_f16(d + 16), vf_load_u8(f + 16)), vf_set1(-1.0f));
       return;
     }
+    if (SCALE == HW_SCALE_E8) {
+      scale = vf_pow2(vf_set1(1.0f), vf_sub(vf_load_u8((const uint8_t*)w.scales + (block * groups + g) * 16), vf_set1(128.0f)));
+      return;
+    }
     size_t where = (block * groups + g) * (HAS_MIN ? 32 : 16);
     scale = load_float<SCALE == HW_SCALE_F16 ? HW_F16 : HW_F32>(w.scales, where);
     if (HAS_MIN) min = load_float<SCALE == HW_SCALE_F16 ? HW_F16 : HW_F32>(w.scales, where + 16);
@@ -148,6 +160,7 @@ inline void group_tile(const hw_matrix& w, int block, const Activations& x, int 
           const vb both = vb_load(quants + b * next);
           v[b][0] = BITS == 4 ? vb_low(both) : both;
           v[b][1] = BITS == 4 ? vb_high(both) : both;
+          if (SCALE == HW_SCALE_E8) v[b][0] = vb_fp4(v[b][0]), v[b][1] = vb_fp4(v[b][1]);
         }
         HW_UNROLL
         for (int half = 0; half < (BITS == 4 ? 2 : 1); half++)
@@ -249,6 +262,7 @@ inline void matmul_quantized_tile(const hw_matrix& w, int block, const Activatio
   HW_TRY(4, HW_SCALE_F32, false, 2)  // Q3_K
   HW_TRY(4, HW_SCALE_F32, true, 2)   // Q2_K
   HW_TRY(8, HW_SCALE_F32, false, 2)  // Q6_K
+  HW_TRY(4, HW_SCALE_E8, false, 1)   // MXFP4
 #undef HW_TRY
 }
 
@@ -257,7 +271,9 @@ template <int B>
 inline void matmul_blocks(const hw_matrix& w, int block, const Activations& x, int row, int count, const MatmulOutput& target) {
 #define HW_TILES(TILE, M) for (; count >= M; row += M, count -= M) TILE<M, B>(w, block, x, row, target);
   if (is_quantized(w)) {
-    if (B == 1) HW_TILES(matmul_quantized_tile, 8)
+    if constexpr (B == 1) HW_TILES(matmul_quantized_tile, 8)
+    else if constexpr (HW_ISA == 3)  // 24 sums fit into registers; eight and nine rows are faster as two tiles of four
+      for (; count >= 6 && count != 8 && count != 9; row += 6, count -= 6) matmul_quantized_tile<6, B>(w, block, x, row, target);
     HW_TILES(matmul_quantized_tile, 4)
     HW_TILES(matmul_quantized_tile, 2)
     HW_TILES(matmul_quantized_tile, 1)
@@ -314,6 +330,7 @@ inline void scale_of(const hw_matrix& w, size_t block, size_t held, size_t g, si
 
 inline void read_scale(const hw_matrix& w, size_t block, size_t held, size_t g, size_t lane, float& scale, float& min) {
   if (w.scale_kind == HW_SCALE_K) scale_of<HW_SCALE_K, true>(w, block, held, g, lane, scale, min);
+  else if (w.scale_kind == HW_SCALE_E8) scale_of<HW_SCALE_E8, false>(w, block, held, g, lane, scale, min);
   else if (w.scale_kind == HW_SCALE_F16 && w.has_min) scale_of<HW_SCALE_F16, true>(w, block, held, g, lane, scale, min);
   else if (w.scale_kind == HW_SCALE_F16) scale_of<HW_SCALE_F16, false>(w, block, held, g, lane, scale, min);
   else if (w.has_min) scale_of<HW_SCALE_F32, true>(w, block, held, g, lane, scale, min);
@@ -343,6 +360,7 @@ inline void dequantize_row(const hw_matrix& w, int r, float* out) {
     if (w.bits == 4 && w.kind == HW_GROUPS) {
       uint8_t both = quants[(block * groups + g) * 256 + i / 8 * 64 + lane * 4 + i % 4];
       quant = i % 8 < 4 ? both & 15 : both >> 4;
+      if (w.scale_kind == HW_SCALE_E8) quant = FP4[quant];
     } else {
       quant = quants[(block * groups + g) * 512 + i / 4 * 64 + lane * 4 + i % 4];
     }

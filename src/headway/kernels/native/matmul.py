@@ -22,6 +22,7 @@ GROUPED = {
     (4, "f32", False, True),
     (4, "f32", True, True),
     (8, "f32", False, True),
+    (4, "e8", False, False),
 }
 
 

@@ -17,6 +17,9 @@ namespace HW_NS {
 
 constexpr int LANES = 16;
 
+// Twice the value of each float of 4 bits (E2M1), plus 12.
+constexpr uint8_t FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // ---- single numbers ----------------------------------------------------------------------------------------------
 inline float half_to_float(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
@@ -91,20 +94,21 @@ inline void vi_store_i8(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_
 inline vb vb_load(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline vb vb_low(vb a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline vb vb_high(vb a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+inline vb vb_fp4(vb a) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4)), a); }
 
 #if HW_ISA == 3
-inline vi vi_dot4(vi acc, vb codes, int32_t a) { return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(a)); }
-inline vi vi_dot8(vi acc, vb codes, int32_t a) { return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(a)); }
+inline vi vi_dot4(vi acc, vb weights, int32_t a) { return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(a)); }
+inline vi vi_dot8(vi acc, vb weights, int32_t a) { return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(a)); }
 #else
-inline vi vi_dot4(vi acc, vb codes, int32_t a) {
-  vi pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi32(a));  // 2 * 15 * 127 fits int16
+inline vi vi_dot4(vi acc, vb weights, int32_t a) {
+  vi pairs = _mm512_maddubs_epi16(weights, _mm512_set1_epi32(a));  // 2 * 24 * 127 fits int16
   return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
-inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+inline vi vi_dot8(vi acc, vb weights, int32_t a) {
   // 2 * 255 * 127 does not fit int16: even and odd bytes are widened first.
   vi x = _mm512_set1_epi32(a);
-  vi even = _mm512_madd_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-  vi odd = _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), _mm512_srai_epi16(x, 8));
+  vi even = _mm512_madd_epi16(_mm512_and_si512(weights, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  vi odd = _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), _mm512_srai_epi16(x, 8));
   return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
 }
 #endif
@@ -188,18 +192,22 @@ inline vb vb_high(vb x) {
   __m256i m = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
 }
-inline vi vi_dot4(vi acc, vb codes, int32_t a) {
-  __m256i x = _mm256_set1_epi32(a), one = _mm256_set1_epi16(1);
-  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, x), one)),
-          _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, x), one))};
+inline vb vb_fp4(vb x) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)FP4));
+  return {_mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b)};
 }
-inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+inline vi vi_dot4(vi acc, vb weights, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a), one = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(weights.a, x), one)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(weights.b, x), one))};
+}
+inline vi vi_dot8(vi acc, vb weights, int32_t a) {
   __m256i x = _mm256_set1_epi32(a), low = _mm256_set1_epi16(255);
   __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
-  __m256i p = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(codes.a, low), even),
-                               _mm256_madd_epi16(_mm256_srli_epi16(codes.a, 8), odd));
-  __m256i q = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(codes.b, low), even),
-                               _mm256_madd_epi16(_mm256_srli_epi16(codes.b, 8), odd));
+  __m256i p = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(weights.a, low), even),
+                               _mm256_madd_epi16(_mm256_srli_epi16(weights.a, 8), odd));
+  __m256i q = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(weights.b, low), even),
+                               _mm256_madd_epi16(_mm256_srli_epi16(weights.b, 8), odd));
   return {_mm256_add_epi32(acc.a, p), _mm256_add_epi32(acc.b, q)};
 }
 
@@ -261,23 +269,24 @@ inline void vi_store_i8(int8_t* p, vi a) {
 inline vb vb_load(const uint8_t* p) { vb r; HW_EACH(r.v[i] = vld1q_u8(p + 16 * i)); return r; }
 inline vb vb_low(vb a) { HW_EACH(a.v[i] = vandq_u8(a.v[i], vdupq_n_u8(15))); return a; }
 inline vb vb_high(vb a) { HW_EACH(a.v[i] = vshrq_n_u8(a.v[i], 4)); return a; }
-inline vi vi_dot4(vi acc, vb codes, int32_t a) {
+inline vb vb_fp4(vb a) { HW_EACH(a.v[i] = vqtbl1q_u8(vld1q_u8(FP4), a.v[i])); return a; }
+inline vi vi_dot4(vi acc, vb weights, int32_t a) {
   const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
-  HW_EACH(acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), x));
+  HW_EACH(acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(weights.v[i]), x));
   return acc;
 }
 #if HW_NEON == 2
-inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+inline vi vi_dot8(vi acc, vb weights, int32_t a) {
   const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
-  HW_EACH(acc.v[i] = vusdotq_s32(acc.v[i], codes.v[i], x));
+  HW_EACH(acc.v[i] = vusdotq_s32(acc.v[i], weights.v[i], x));
   return acc;
 }
 #else
-inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+inline vi vi_dot8(vi acc, vb weights, int32_t a) {
   // Only signed products: 128 is taken from each quant, and 128 times the inputs is added again.
   const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a)), half = vdupq_n_s8(64);
   const int32x4_t again = vdotq_s32(vdotq_s32(vdupq_n_s32(0), half, x), half, x);
-  HW_EACH(acc.v[i] = vaddq_s32(vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(128))), x), again));
+  HW_EACH(acc.v[i] = vaddq_s32(vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(weights.v[i], vdupq_n_u8(128))), x), again));
   return acc;
 }
 #endif
@@ -330,37 +339,53 @@ inline void vi_store_i8(int8_t* p, vi a) { HW_EACH(p[i] = (int8_t)(a.v[i] > 127 
 inline vb vb_load(const uint8_t* p) { vb r; std::memcpy(r.v, p, 64); return r; }
 inline vb vb_low(vb a) { for (auto& x : a.v) x &= 15; return a; }
 inline vb vb_high(vb a) { for (auto& x : a.v) x >>= 4; return a; }
-inline vi vi_dot8(vi acc, vb codes, int32_t a) {
+inline vb vb_fp4(vb a) { for (auto& x : a.v) x = FP4[x]; return a; }
+inline vi vi_dot8(vi acc, vb weights, int32_t a) {
   int8_t x[4];
   std::memcpy(x, &a, 4);
-  HW_EACH(acc.v[i] += codes.v[4 * i] * x[0] + codes.v[4 * i + 1] * x[1] + codes.v[4 * i + 2] * x[2] + codes.v[4 * i + 3] * x[3]);
+  HW_EACH(acc.v[i] += weights.v[4 * i] * x[0] + weights.v[4 * i + 1] * x[1] + weights.v[4 * i + 2] * x[2] + weights.v[4 * i + 3] * x[3]);
   return acc;
 }
-inline vi vi_dot4(vi acc, vb codes, int32_t a) { return vi_dot8(acc, codes, a); }
+inline vi vi_dot4(vi acc, vb weights, int32_t a) { return vi_dot8(acc, weights, a); }
 #undef HW_EACH
 #endif
 
 // ---- shared -----------------------------------------------------------------------------------------------------
-inline float vf_sum(vf x) {  // in one fixed order
+// Halves onto halves: 8 lanes, 4, 2, 1. The order is the same on every machine.
+#if HW_ISA >= 2
+inline float vf_sum(vf x) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline float vf_most(vf x) {
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+inline float vf_sum(vf x) {
   float t[16];
   vf_store(t, x);
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; i++) t[i] += t[i + n];
   return t[0];
 }
-
-inline void vf_store_bf16(uint16_t* p, vf x) {
-  float t[16];
-  vf_store(t, x);
-  for (int i = 0; i < 16; i++) p[i] = float_to_bfloat(t[i]);
-}
-
 inline float vf_most(vf x) {
   float t[16];
   vf_store(t, x);
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; i++) t[i] = t[i] > t[i + n] ? t[i] : t[i + n];
   return t[0];
+}
+#endif
+
+inline void vf_store_bf16(uint16_t* p, vf x) {
+  float t[16];
+  vf_store(t, x);
+  for (int i = 0; i < 16; i++) p[i] = float_to_bfloat(t[i]);
 }
 
 // e^x to about one unit in the last place; 0 for very small x, infinity for very large, NaN for NaN.

@@ -6,54 +6,22 @@
 #include <chrono>
 #include <memory>
 
-#include "attention.h"
+#include "latent.h"
 #include "lora.h"
+#include "recurrent.h"
 #include "sampling.h"
 #include "threads.h"
 
 namespace HW_NS {
 
-template <class T>
-struct Buffer {  // grows, never shrinks, 64-byte aligned
-  std::vector<T> store;
-  T* at = nullptr;
-  T* fit(size_t n) {
-    if (store.size() < n + 64 / sizeof(T)) {
-      store.resize(n + 64 / sizeof(T));
-      at = (T*)(((uintptr_t)store.data() + 63) & ~(uintptr_t)63);
-    }
-    return at;
-  }
-};
-
-// Quantized copies of activation rows.
-struct QuantizedActivations {
-  Buffer<int8_t> quants;
-  Buffer<float> scales, sums;
-  Buffer<int32_t> totals;
-  int width = 0, groups = 0;
-  void fit(int rows, int k) {
-    width = up(k, 32);
-    groups = width / 32;
-    quants.fit((size_t)rows * width);
-    scales.fit((size_t)rows * groups);
-    totals.fit((size_t)rows * 3 * groups);
-    sums.fit((size_t)rows * 3 * groups);
-  }
-  Activations rows() const {
-    Activations r;
-    r.quants = quants.at;
-    r.scales = scales.at;
-    r.sums = sums.at;
-    r.totals = totals.at;
-    r.width = width;
-    r.groups = groups;
-    return r;
-  }
-};
-
 struct Workspace {
-  Buffer<float> x, h, q, k, v, mixed, gate, up_, act, angles, partial, low_rank;
+  Buffer<float> x, h, q, k, v, mixed, gate, up_, act, added, angles, partial, low_rank;
+  Buffer<float> routes, expert_in, expert_gate, expert_up, expert_out, shared;  // of experts
+  Buffer<float> attention_gate;
+  LatentBuffers latent;
+  RecurrentBuffers recurrent;
+  QuantizedActivations expert_rows;
+  std::vector<Routing> routings;  // one per thread
   QuantizedActivations quantized[8];  // one per thread where rows are replicated, else only the first
   std::vector<Layout> layouts;
   std::vector<Sampler> samplers;  // one per thread
@@ -64,105 +32,6 @@ struct Workspace {
   int counter_count = 0;
 };
 
-// Quantizes one row of `k` values, padded with zeros to a multiple of 32.
-inline void quantize_row(const float* x, int k, int row, QuantizedActivations& to) {
-  const int width = up(k, 32), groups = width / 32;
-  for (int g = 0; g < groups; g++) {
-    int8_t* quants = to.quants.at + (size_t)row * width + g * 32;
-    const float scale = quantize_group(x + g * 32, 32, quants);
-    const int32_t first = total(quants, 16), last = total(quants + 16, 16), of[3] = {first + last, first, last};
-    to.scales.at[(size_t)row * groups + g] = scale;
-    for (int n = 0; n < 3; n++) {
-      const size_t at = ((size_t)row * 3 + n) * groups + g;
-      to.totals.at[at] = of[n];
-      to.sums.at[at] = scale * (float)of[n];
-    }
-  }
-}
-
-inline void pad(float* x, int from, size_t to) {
-  for (size_t i = from; i < to; i++) x[i] = 0;
-}
-
-inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
-  vf square = vf_zero();
-  int i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    vf v = vf_load(x + i);
-    square = vf_fma(v, v, square);
-  }
-  float sum = vf_sum(square);
-  for (; i < n; i++) sum += x[i] * x[i];
-  float factor = 1.0f / std::sqrt(sum / n + eps);
-  for (i = 0; i + LANES <= n; i += LANES)
-    vf_store(out + i, vf_mul(vf_load(weight + i), vf_mul(vf_load(x + i), vf_set1(factor))));
-  for (; i < n; i++) out[i] = weight[i] * (x[i] * factor);
-}
-
-// silu(gate) * up
-inline void gated_silu(const float* gate, const float* up_, int n, float* out) {
-  for (int i = 0; i < n; i += LANES) {
-    const int wide = std::min(LANES, n - i);
-    float a[LANES] = {0}, b[LANES] = {0};
-    if (wide < LANES) std::memcpy(a, gate + i, wide * sizeof(float)), std::memcpy(b, up_ + i, wide * sizeof(float));
-    vf g = vf_load(wide < LANES ? a : gate + i), u = vf_load(wide < LANES ? b : up_ + i);
-    vf y = vf_mul(vf_div(g, vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), g)))), u);
-    if (wide == LANES) {
-      vf_store(out + i, y);
-      continue;
-    }
-    vf_store(a, y);
-    std::memcpy(out + i, a, wide * sizeof(float));
-  }
-}
-
-// Rotary embedding: rotates dimension i with i + half; `angles` has `half` cosines, then `half` sines.
-inline void rotate(float* x, const float* angles, int half, float factor, int dim) {
-  const float *c = angles, *s = angles + half;
-  int i = 0;
-  for (; i + LANES <= half; i += LANES) {
-    vf a = vf_load(x + i), b = vf_load(x + half + i), cos = vf_load(c + i), sin = vf_load(s + i);
-    vf_store(x + i, vf_sub(vf_mul(a, cos), vf_mul(b, sin)));
-    vf_store(x + half + i, vf_add(vf_mul(b, cos), vf_mul(a, sin)));
-  }
-  for (; i < half; i++) {
-    float a = x[i], b = x[half + i];
-    x[i] = a * c[i] - b * s[i];
-    x[half + i] = b * c[i] + a * s[i];
-  }
-  if (factor != 1.0f)
-    for (int d = 0; d < dim; d++) x[d] *= factor;
-}
-
-// The first largest logit of a row, and whether the row has a NaN.
-inline void argmax(const float* x, int64_t vocab, int64_t& best, uint8_t& bad) {
-  vf most = vf_set1(-INFINITY), nonfinite = vf_zero();
-  int64_t i = 0;
-  for (; i + LANES <= vocab; i += LANES) {
-    vf v = vf_load(x + i);
-    most = vf_max(v, most);
-    nonfinite = vf_add(nonfinite, vf_sub(v, v));  // NaN if a value is NaN or infinite
-  }
-  float top = vf_most(most), nonfinite_sum = vf_sum(nonfinite);
-  for (; i < vocab; i++) {
-    if (x[i] > top) top = x[i];
-    nonfinite_sum += x[i] - x[i];
-  }
-  bad = 0;
-  for (i = 0; nonfinite_sum != nonfinite_sum && i < vocab; i++) bad |= x[i] != x[i];
-  best = 0;
-  for (i = 0; i + LANES <= vocab; i += LANES) {  // find the 16 that hold it, then the first of them
-    bool here = false;
-    for (int j = 0; j < LANES; j++) here |= x[i + j] == top;
-    if (here) break;
-  }
-  for (; i < vocab; i++)
-    if (x[i] == top) {
-      best = i;
-      return;
-    }
-}
-
 struct Forward {
   hw::ThreadPool& pool;
   Workspace& workspace;
@@ -170,11 +39,14 @@ struct Forward {
   const hw_step& step;
   const int T = step.rows, threads = pool.count();
   // Row widths in the workspace, padded to whole blocks and groups.
-  const size_t E = up(m.hidden, 32), F = up(m.inner, 32), Q = up(m.heads * m.head_dim, 32), K = up(m.kv_heads * m.head_dim, 16);
+  const int inner = std::max(m.inner, m.shared_inner), places = T * m.per_token;
+  const size_t E = up(m.hidden, 32), F = up(inner, 32), Q = up(m.heads * m.head_dim, 32), K = up(m.kv_heads * m.head_dim, 16);
+  const size_t X = up(m.experts, 16) + 16, G = up(m.expert_inner, 32);  // router logits and the shared expert's; an expert's inner row
+  const size_t rope_stride = (size_t)m.rope_sets * 2 * m.rope_half;           // cosines and sines of a row
   // With few rows every thread norms and quantizes its own copy, which costs less than one more barrier.
   const bool replicated = T <= 2 && threads <= 8;
   bool split = false;
-  int most_units = 1, most_queries = 1;  // of a chunk, of a work item
+  int most_queries = 1;  // of a work item
   size_t partial_size = 0;  // floats of one partial result
   Adapters adapters{step, nullptr, 0};
   double* clock_at = nullptr;
@@ -183,8 +55,13 @@ struct Forward {
   void prepare() {
     workspace.x.fit(T * E), workspace.h.fit(T * E * (replicated ? threads : 1));
     workspace.q.fit(T * Q), workspace.k.fit(T * K), workspace.v.fit(T * K), workspace.mixed.fit(T * Q);
-    workspace.gate.fit(T * F), workspace.up_.fit(T * F), workspace.act.fit(T * F * (replicated ? threads : 1)), workspace.angles.fit((size_t)T * 2 * m.rope_half + LANES);
-    int wide = std::max({m.hidden, m.inner, m.heads * m.head_dim});
+    workspace.gate.fit(T * F), workspace.up_.fit(T * F), workspace.act.fit(T * F * (replicated ? threads : 1)), workspace.angles.fit(T * rope_stride + LANES);
+    workspace.added.fit(T * E);
+    if (m.experts) fit_experts();
+    if (m.latent) LatentAttention<Forward>{*this}.fit();
+    if (m.recurrence) Recurrence<Forward>{*this}.fit();
+    if (m.gated_attention) workspace.attention_gate.fit(T * Q);
+    int wide = std::max({m.hidden, inner, m.heads * m.head_dim, m.heads * m.value_dim});
     for (int i = 0; i < (replicated ? threads : 1); i++) workspace.quantized[i].fit(T, wide);
     for (int r = 0; r < T; r++) pad(workspace.mixed.at + r * Q, m.heads * m.head_dim, Q);
     make_layouts();
@@ -202,6 +79,15 @@ struct Forward {
     if (step.phases) last = std::chrono::steady_clock::now();
   }
 
+  void fit_experts() {
+    workspace.routes.fit(T * X), workspace.shared.fit(T * E);
+    workspace.expert_in.fit(places * std::max(E, G)), workspace.expert_out.fit(places * E);
+    workspace.expert_gate.fit(places * G), workspace.expert_up.fit(places * G);
+    workspace.expert_rows.fit(places, std::max(m.hidden, m.expert_inner));
+    if ((int)workspace.routings.size() < threads) workspace.routings.resize(threads);
+    for (int i = 0; i < threads; i++) workspace.routings[i].fit(T, m);
+  }
+
   void make_layouts() {
     if ((int)workspace.layouts.size() < step.segments) workspace.layouts.resize(step.segments);
     int items = 0, tasks = 0;
@@ -213,7 +99,6 @@ struct Forward {
       const int n = lay.rows / TILE * m.kv_heads + (lay.rows % TILE == 1 ? 1 : lay.rows % TILE ? m.kv_heads : 0);
       items += n;
       tasks += n * chunks;
-      for (int c = 0; c < chunks; c++) most_units = std::max(most_units, lay.chunks[c + 1] - lay.chunks[c]);
     }
     most_queries = std::max(TILE * (m.heads / m.kv_heads), m.heads);
     split = threads > 1 && items < 3 * threads && tasks > items;
@@ -221,7 +106,7 @@ struct Forward {
     const size_t all = find_shared_prefixes(split ? tasks : 0);
     if (all) workspace.partial.fit(all * most_queries * partial_size);
     if ((int)workspace.scratches.size() < threads) workspace.scratches.resize(threads);
-    for (int i = 0; i < threads; i++) workspace.scratches[i].fit(most_queries, m.head_dim, most_units);
+    for (int i = 0; i < threads; i++) workspace.scratches[i].fit(most_queries, m.head_dim);
   }
 
   // Groups one-row segments that begin with the same chunks. Partial results of shared prefixes come after the first `task`
@@ -298,7 +183,7 @@ struct Forward {
     const int from_ = replicated ? 0 : from(i, step.reads), to = replicated ? step.reads : from(i + 1, step.reads);
     float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
     for (int n = from_; n < to; n++) {
-      rms_norm(workspace.x.at + step.read_rows[n] * E, m.final_norm, m.hidden, m.eps, h + n * E);
+      norm_row(m.norm, workspace.x.at + step.read_rows[n] * E, m.final_norm, m.hidden, m.eps, h + n * E);
       pad(h + n * E, m.hidden, E);
       if (is_quantized(w)) quantize(i, h + n * E, m.hidden, n);
     }
@@ -307,19 +192,24 @@ struct Forward {
     matmuls(&head, 1, step.reads, i, threads);
     sync();
     phase(i, HW_HEAD);
-    for (int n = from(i, step.reads); n < from(i + 1, step.reads); n++) argmax(step.logits + n * step.logits_stride, w.n, step.best[n], step.bad[n]);
+    for (int n = from(i, step.reads); n < from(i + 1, step.reads); n++) {
+      finish_logits(m, step.logits + n * step.logits_stride, w.n);
+      argmax(step.logits + n * step.logits_stride, w.n, step.best[n], step.bad[n]);
+    }
     phase(i, HW_SAMPLE);
   }
 
   void embed_and_mask(int i) {
     for (int r = from(i, T); r < from(i + 1, T); r++) {
-      dequantize_row(m.embedding, step.tokens[r], workspace.x.at + r * E);
-      float* angles = workspace.angles.at + (size_t)r * 2 * m.rope_half;
-      for (int d = 0; d < m.rope_half; d++) {
-        // In double: libraries differ in the last bit of a float's cosine, and 8-bit activations would amplify that.
-        const double angle = (float)step.positions[r] * m.inv_freq[d];
-        angles[d] = (float)std::cos(angle) * m.rope_scale;
-        angles[m.rope_half + d] = (float)std::sin(angle) * m.rope_scale;
+      embed_row(step.tokens[r], step.positions[r], workspace.x.at + r * E);
+      for (int set = 0; set < m.rope_sets; set++) {
+        float* angles = workspace.angles.at + r * rope_stride + (size_t)set * 2 * m.rope_half;
+        for (int d = 0; d < m.rope_half; d++) {
+          // In double: libraries differ in the last bit of a float's cosine, and 8-bit activations would amplify that.
+          const double angle = (float)step.positions[r] * m.inv_freq[set * m.rope_half + d];
+          angles[d] = (float)std::cos(angle) * m.rope_scales[set];
+          angles[m.rope_half + d] = (float)std::sin(angle) * m.rope_scales[set];
+        }
       }
     }
     for (int s = 0; s < step.segments; s++) {
@@ -328,6 +218,12 @@ struct Forward {
       for (int n = from(i, lay.rows * step.mask_sets); n < from(i + 1, lay.rows * step.mask_sets); n++)
         row_bits(step, n / lay.rows, lay, n % lay.rows, lay.bits.data() + (size_t)n * units);
     }
+  }
+
+  void embed_row(int token, int position, float* x) {
+    dequantize_row(m.embedding, token, x);
+    for (int d = 0; m.embedding_scale != 1.0f && d < m.hidden; d++) x[d] *= m.embedding_scale;
+    for (int d = 0; m.positions && d < m.hidden; d++) x[d] += m.positions[(size_t)position * m.hidden + d];
   }
 
   void copy_hidden(int i, int l) {
@@ -369,46 +265,228 @@ struct Forward {
     if (adapted) expand(adapters, l, pieces, list, i, threads);
   }
 
-  void norm_and_quantize(int i, const float* weight, bool wanted) {
+  void norm_and_quantize(int i, const hw_norm& norm, bool wanted) {
     float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
     for (int r = first(i); r < last_(i); r++) {
-      rms_norm(workspace.x.at + r * E, weight, m.hidden, m.eps, h + r * E);
+      if (norm.weight) norm_row(m.norm, workspace.x.at + r * E, norm, m.hidden, m.eps, h + r * E);
+      else std::memcpy(h + r * E, workspace.x.at + r * E, m.hidden * sizeof(float));
       pad(h + r * E, m.hidden, E);
       if (wanted) quantize(i, h + r * E, m.hidden, r);
     }
     if (!replicated) sync();
   }
 
+  // Whether a matmul's result can be added to the residual as it is.
+  bool adds_plainly(const hw_norm& post) const { return !post.weight && m.residual_scale == 1.0f; }
+
+  // Adds a row of what attention or the feed-forward gave to the residual, normed and scaled.
+  void add_row(int r, const hw_norm& post) {
+    float *x = workspace.x.at + r * E, *y = workspace.added.at + r * E;
+    if (post.weight) norm_row(m.norm, y, post, m.hidden, m.eps, y);
+    if (m.residual_scale == 1.0f)
+      for (int d = 0; d < m.hidden; d++) x[d] += y[d];
+    else
+      for (int d = 0; d < m.hidden; d++) x[d] += y[d] * m.residual_scale;
+  }
+
+  void add_rows(int i, const hw_norm& post) {
+    for (int r = from(i, T); r < from(i + 1, T); r++) add_row(r, post);
+  }
+
   void layer(int i, int l) {
     const hw_layer& w = m.layer[l];
-    Workspace& s = workspace;
     copy_hidden(i, l);
-    norm_and_quantize(i, w.norm_in, any_quantized({&w.q, &w.k, &w.v}));
+    norm_and_quantize(i, w.norm_in, any_quantized({&w.q, &w.k, &w.v, &w.attention_gate, &w.q_down, &w.kv_down, &w.mix_in, &w.mix_qkv, &w.mix_beta, &w.mix_step, &w.mix_gate}));
     phase(i, HW_NORM);
+    if (w.mix_out.n) Recurrence<Forward>{*this}.mix(i, l);
+    else attend_rows(i, l);
+    if (!m.parallel && !adds_plainly(w.post_attention)) {
+      add_rows(i, w.post_attention);
+      sync();
+    }
+    phase(i, HW_OUT);
+    if (w.router.n) experts(i, w);
+    else if (w.down.n) feed_forward(i, l);
+    phase(i, HW_MLP);
+  }
+
+  // Attention's result, projected: added to the residual, or kept where more is to be done with it.
+  void attend_rows(int i, int l) {
+    if (m.latent) LatentAttention<Forward>{*this}.project(i, l);
+    else project_heads(i, l);
+    attention(i, l);
+    sync();
+    if (m.gated_attention) {
+      for (int r = from(i, T); r < from(i + 1, T); r++) gate_heads(workspace.attention_gate.at + r * Q, workspace.mixed.at + r * Q, m.heads * m.head_dim);
+      sync();
+    }
+    if (m.latent) LatentAttention<Forward>{*this}.values(i, l);
+    phase(i, HW_ATTENTION);
+    project_out(i, l);
+    sync();
+  }
+
+  // Queries, keys and values of normed rows; keys and values go to the KV cache.
+  void project_heads(int i, int l) {
+    const hw_layer& w = m.layer[l];
+    Workspace& s = workspace;
     const Matmul qkv[3] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
                             make_matmul(i, w.v, s.h.at, E, s.v.at, K, false)};
     const std::initializer_list<Piece> first_pieces = {&hw_adapter_layer::q, &hw_adapter_layer::k, &hw_adapter_layer::v};
     matmuls_with_adapters(i, l, first_pieces, qkv, shrink_(i, l, first_pieces, m.hidden, qkv[0].x.values, E));
+    if (m.gated_attention) {
+      const Matmul gate = make_matmul(i, w.attention_gate, s.h.at, E, s.attention_gate.at, Q, false);
+      matmuls(&gate, 1, T, i, threads);
+    }
     sync();
+    if (m.qkv_clip != 0 || (m.qk_norm == HW_QK_ROW && w.q_norm)) {
+      norm_whole_rows(i, w);
+      sync();
+    }
     phase(i, HW_QKV);
     rope_and_write_kv(i, l);
     sync();
     phase(i, HW_ROPE);
-    attention(i, l);
+  }
+
+  // Attention's result in a layer whose feed-forward has read the same residual.
+  void add_parallel(int i, const hw_layer& w) {
+    if (!m.parallel) return;
+    add_rows(i, w.post_attention);
     sync();
-    phase(i, HW_ATTENTION);
-    project_out(i, l);
-    sync();
-    phase(i, HW_OUT);
+  }
+
+  void feed_forward(int i, int l) {
+    const hw_layer& w = m.layer[l];
+    Workspace& s = workspace;
     norm_and_quantize(i, w.norm_mlp, any_quantized({&w.gate, &w.up}));
     phase(i, HW_NORM);
-    const Matmul gate_up[2] = {make_matmul(i, w.gate, s.h.at, E, s.gate.at, F, false), make_matmul(i, w.up, s.h.at, E, s.up_.at, F, false)};
-    const std::initializer_list<Piece> inner_pieces = {&hw_adapter_layer::gate, &hw_adapter_layer::up};
-    matmuls_with_adapters(i, l, inner_pieces, gate_up, shrink_(i, l, inner_pieces, m.hidden, gate_up[0].x.values, E));
+    const Matmul up_ = make_matmul(i, w.up, s.h.at, E, s.up_.at, F, false);
+    if (w.gate.n) {
+      const Matmul gate_up[2] = {make_matmul(i, w.gate, s.h.at, E, s.gate.at, F, false), up_};
+      const std::initializer_list<Piece> pieces = {&hw_adapter_layer::gate, &hw_adapter_layer::up};
+      matmuls_with_adapters(i, l, pieces, gate_up, shrink_(i, l, pieces, m.hidden, up_.x.values, E));
+    } else {
+      const std::initializer_list<Piece> pieces = {&hw_adapter_layer::up};
+      matmuls_with_adapters(i, l, pieces, &up_, shrink_(i, l, pieces, m.hidden, up_.x.values, E));
+    }
     sync();
+    add_parallel(i, w);
     project_down(i, l);
     sync();
-    phase(i, HW_MLP);
+    if (adds_plainly(w.post_mlp)) return;
+    add_rows(i, w.post_mlp);
+    sync();
+  }
+
+  // Every chosen expert of every row: the rows of an expert are one matmul, and a row's experts add up in their order.
+  void experts(int i, const hw_layer& w) {
+    Workspace& s = workspace;
+    norm_and_quantize(i, w.norm_mlp, any_quantized({&w.router, &w.shared_gate, &w.shared_up, &w.shared_router}));
+    phase(i, HW_NORM);
+    Matmul list[4] = {make_matmul(i, w.router, s.h.at, E, s.routes.at, X, false)};
+    if (m.shared_inner) {
+      list[1] = make_matmul(i, w.shared_gate, s.h.at, E, s.gate.at, F, false);
+      list[2] = make_matmul(i, w.shared_up, s.h.at, E, s.up_.at, F, false);
+      if (w.shared_router.n) list[3] = make_matmul(i, w.shared_router, s.h.at, E, s.routes.at + X - 16, X, false);
+    }
+    matmuls(list, !m.shared_inner ? 1 : w.shared_router.n ? 4 : 3, T, i, threads);
+    sync();
+    Routing& routing = s.routings[i];  // each thread has its own, which costs less than one more barrier
+    route(s.routes.at, X, T, m, w.router_correction, routing);
+    const float* h = s.h.at + (replicated ? (size_t)i * T * E : 0);
+    const bool into = any_quantized({&w.expert_gate, &w.expert_up}), out = is_quantized(w.expert_down);
+    for (int n = from(i, places); n < from(i + 1, places); n++) expert_row(h + routing.row[n] * E, m.hidden, E, n, into, m.weighted_inputs ? routing.weights[routing.entry[n]] : 1.0f);
+    add_parallel(i, w);
+    sync();
+    by_expert(i, routing, {&w.expert_gate, &w.expert_up}, m.expert_inner, E, {s.expert_gate.at, s.expert_up.at}, G);
+    sync();
+    float* act = s.act.at + (replicated ? (size_t)i * T * F : 0);
+    for (int n = from(i, places); n < from(i + 1, places); n++) expert_row(activate_expert(n), m.expert_inner, G, n, out);
+    if (m.shared_inner) activate_rows(i, w.shared_gate, w.shared_down, m.shared_inner, act);
+    sync();
+    by_expert(i, routing, {&w.expert_down}, m.hidden, G, {s.expert_out.at}, E);
+    if (m.shared_inner) {
+      const Matmul down = make_matmul(i, w.shared_down, s.act.at, F, s.shared.at, E, false);
+      matmuls(&down, 1, T, i, threads);
+    }
+    sync();
+    for (int r = from(i, T); r < from(i + 1, T); r++) {
+      combine(w, routing, r);
+      add_row(r, w.post_mlp);
+    }
+    sync();
+  }
+
+  // Puts a row, times a weight, at its place among the experts' rows.
+  void expert_row(const float* row, int k, size_t stride, int place, bool wanted, float weight = 1.0f) {
+    float* to = workspace.expert_in.at + place * stride;
+    std::memcpy(to, row, k * sizeof(float));
+    for (int d = 0; weight != 1.0f && d < k; d++) to[d] *= weight;
+    pad(to, k, stride);
+    if (wanted) quantize_row(to, k, place, workspace.expert_rows);
+  }
+
+  // The activation at a place, in place of its gate.
+  const float* activate_expert(int place) {
+    float *gate = workspace.expert_gate.at + place * G, *up_ = workspace.expert_up.at + place * G;
+    if (m.clamp != 0) activate_clamped(gate, up_, m.expert_inner, m.clamp, m.alpha, gate);
+    else activate(m.activation, gate, up_, m.expert_inner, gate);
+    return gate;
+  }
+
+  // Matmuls of each expert's rows with its matrices of `n` outputs.
+  void by_expert(int i, const Routing& routing, std::initializer_list<const hw_matrix*> all, int n, size_t stride, std::initializer_list<float*> to, size_t to_stride) {
+    Activations x = workspace.expert_rows.rows();
+    x.values = workspace.expert_in.at;
+    x.stride = stride;
+    x.width = up((*all.begin())->k, 32), x.groups = x.width / 32;
+    for (int e = 0; e < m.experts; e++) {
+      const int first = routing.first[e], count = routing.first[e + 1] - first;
+      if (!count) continue;
+      hw_matrix own[2];
+      Matmul list[2];
+      int used = 0;
+      for (const hw_matrix* w : all) {
+        own[used] = one_expert(*w, e, n);
+        list[used] = {&own[used], x.from(first), {to.begin()[used] + first * to_stride, to_stride, false}};
+        used++;
+      }
+      matmuls(list, used, count, i, threads);
+    }
+  }
+
+  // The weighted sum of a row's experts, and of the shared one.
+  void combine(const hw_layer& w, const Routing& routing, int r) {
+    float* y = workspace.added.at + r * E;
+    for (int n = 0; n < m.per_token; n++) {
+      const float weight = m.weighted_inputs ? 1.0f : routing.weights[(size_t)r * m.per_token + n], *part = workspace.expert_out.at + routing.place[(size_t)r * m.per_token + n] * E;
+      for (int d = 0; d < m.hidden; d++) y[d] = n ? y[d] + part[d] * weight : part[d] * weight;
+    }
+    if (!m.shared_inner) return;
+    const float* part = workspace.shared.at + r * E;
+    const float gate = w.shared_router.n ? 1.0f + exp_one(-workspace.routes.at[r * X + X - 16]) : 1.0f;
+    for (int d = 0; d < m.hidden; d++) y[d] += part[d] / gate;
+  }
+
+  // Norms whole rows of queries and keys, and clips them and the values.
+  void norm_whole_rows(int i, const hw_layer& w) {
+    const int q = m.heads * m.head_dim, kv = m.kv_heads * m.head_dim;
+    auto row = [&](float* x, const float* weight, int n) {
+      if (weight && m.qk_norm == HW_QK_ROW) norm_row(m.norm, x, {weight, nullptr}, n, m.eps, x);
+      for (int d = 0; m.qkv_clip != 0 && d < n; d++) x[d] = x[d] > m.qkv_clip ? m.qkv_clip : x[d] < -m.qkv_clip ? -m.qkv_clip : x[d];
+    };
+    for (int r = from(i, T); r < from(i + 1, T); r++) {
+      row(workspace.q.at + r * Q, w.q_norm, q);
+      row(workspace.k.at + r * K, w.k_norm, kv);
+      row(workspace.v.at + r * K, nullptr, kv);
+    }
+  }
+
+  // Norms one head of queries or keys, unless whole rows are.
+  void norm_head(float* x, const float* weight, int head) {
+    if (!weight || m.qk_norm == HW_QK_ROW) return;
+    norm_row(m.norm, x, {weight + (m.qk_norm == HW_QK_EACH ? (size_t)head * m.head_dim : 0), nullptr}, m.head_dim, m.eps, x);
   }
 
   // Norms and rotates queries and keys, writes keys and values to the KV cache.
@@ -417,27 +495,39 @@ struct Forward {
     const int D = m.head_dim, all = m.heads + m.kv_heads;
     const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * D;  // numbers of a layer's keys, or values
     const int64_t work = (int64_t)T * all;
+    const int half = w.rope_set < 0 ? 0 : m.rope_half;
+    const size_t rope_offset = w.rope_set < 0 ? 0 : (size_t)w.rope_set * 2 * m.rope_half;
     for (int64_t n = work * i / threads; n < work * (i + 1) / threads; n++) {
       const int r = (int)(n / all), h = (int)(n % all), kh = h - m.heads;
-      const float* angles = workspace.angles.at + (size_t)r * 2 * m.rope_half;
+      const float* angles = workspace.angles.at + r * rope_stride + rope_offset;
       if (kh < 0) {
         float* q = workspace.q.at + r * Q + (size_t)h * D;
-        if (w.q_norm) rms_norm(q, w.q_norm, D, m.eps, q);
-        rotate(q, angles, m.rope_half, m.scale, D);
-        for (int t = 0; t < step.query_count; t++)
-          if (step.query_layers[t] == l && step.query_rows[t] == r)
-            std::memcpy(step.query_out + ((size_t)t * m.heads + h) * D, q, D * sizeof(float));
+        norm_head(q, w.q_norm, h);
+        rotate(q, angles, half, half || m.temperature_floor == 0 ? m.scale : m.scale * temperature(step.positions[r]), D);
+        copy_query(l, r, h, q);
         continue;
       }
       float* k = workspace.k.at + r * K + (size_t)kh * D;
-      if (w.k_norm) rms_norm(k, w.k_norm, D, m.eps, k);
-      rotate(k, angles, m.rope_half, 1.0f, D);
+      norm_head(k, w.k_norm, kh);
+      rotate(k, angles, half, 1.0f, D);
       if (step.write_slots[r] < 0) continue;
       const size_t page = step.write_slots[r] / m.page_size, slot = step.write_slots[r] % m.page_size;
-      const size_t first = (page * m.kv_heads + kh) * m.page_size * D, keys = 2 * l * plane + first, values = keys + plane;
+      const size_t first = (page * m.kv_heads + kh) * m.page_size * D, keys = 2 * w.kv_layer * plane + first, values = keys + plane;
       write_numbers(k, keys + slot, m.page_size);
       write_numbers(workspace.v.at + r * K + (size_t)kh * D, values + slot * D, 1);
     }
+  }
+
+  // What queries of a layer without a rope are multiplied by: they grow with their position.
+  float temperature(int position) const {
+    return 1.0f + m.temperature_scale * std::log1p(std::floor(((float)position + 1.0f) / m.temperature_floor));
+  }
+
+  // Copies a query that a probe reads.
+  void copy_query(int l, int r, int h, const float* q) {
+    for (int t = 0; t < step.query_count; t++)
+      if (step.query_layers[t] == l && step.query_rows[t] == r)
+        std::memcpy(step.query_out + ((size_t)t * m.heads + h) * m.head_dim, q, m.head_dim * sizeof(float));
   }
 
   // A head's numbers to the KV cache, beginning at its number `at`, with a stride.
@@ -475,8 +565,9 @@ struct Forward {
 
   KvCache cache(int l) const {
     const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * m.head_dim;
-    const char* keys = (const char*)m.kv + (size_t)l * 2 * plane * (m.kv_kind == HW_F32 ? 4 : 2);
-    return {keys, keys + plane * (m.kv_kind == HW_F32 ? 4 : 2), m.kv_kind, m.heads, m.kv_heads, m.head_dim, m.page_size};
+    const size_t bytes = plane * (m.kv_kind == HW_F32 ? 4 : 2), parts = m.latent ? 1 : 2;
+    const char* keys = (const char*)m.kv + m.layer[l].kv_layer * parts * bytes;
+    return {keys, m.latent ? keys : keys + bytes, m.kv_kind, m.heads, m.kv_heads, m.head_dim, m.page_size, m.attention_cap, m.layer[l].sinks, m.latent != 0};
   }
 
   // Computes the chunks of shared prefixes.
@@ -546,13 +637,13 @@ struct Forward {
       float* to = partial(task, q);
       to[0] = scratch.partial[q].most;
       to[1] = scratch.partial[q].sum;
-      if (scratch.partial[q].most != -INFINITY || scratch.partial[q].sum != 0) std::memcpy(to + 2, &scratch.mixed[q * wide], wide * sizeof(float));
+      if (scratch.partial[q].most != -INFINITY || scratch.partial[q].sum != 0) std::memcpy(to + 2, scratch.mixed.at + q * wide, wide * sizeof(float));
     }
   }
 
   void merge_all(int i, int l) {
     const size_t wide = partial_size - 2;
-    float* total = workspace.scratches[i].total.data();
+    float* total = workspace.scratches[i].total.at;
     int task = 0, n = 0;
     work_items(l, [&](const WorkItem& item, int chunks) {
       for (int q = 0; q < item.queries(); q++) {
@@ -561,7 +652,7 @@ struct Forward {
         for (int c = 0; c < chunks; c++) {
           const float* done = shared_partial(item, q, c);
           const float* p = done ? done : partial(task + c, q);
-          merge(sum, total, {p[0], p[1]}, p + 2, (int)wide);
+          merge(1, &sum, total, [&](int) { return Partial{p[0], p[1]}; }, [&](int) { return p + 2; }, (int)wide);
         }
         write_output(item, q, sum, total, workspace.mixed.at, Q);
       }
@@ -573,11 +664,14 @@ struct Forward {
     const hw_layer& w = m.layer[l];
     const bool wanted = any_quantized({&w.o});
     const std::initializer_list<Piece> pieces = {&hw_adapter_layer::o};
-    const bool adapted = shrink_(i, l, pieces, m.heads * m.head_dim, workspace.mixed.at, Q);
-    for (int r = first(i); wanted && r < last_(i); r++) quantize(i, workspace.mixed.at + r * Q, m.heads * m.head_dim, r);
+    const size_t stride = m.latent ? up(w.o.k, 32) : Q;
+    float* mixed = m.latent ? workspace.latent.out.at : workspace.mixed.at;
+    const bool adapted = shrink_(i, l, pieces, w.o.k, mixed, stride);
+    for (int r = first(i); wanted && r < last_(i); r++) quantize(i, mixed + r * stride, w.o.k, r);
     if (wanted && !replicated) sync();
-    Matmul p = make_matmul(i, w.o, workspace.mixed.at, Q, workspace.x.at, E, true);
-    p.x.values = workspace.mixed.at;  // one copy for all threads
+    const bool plainly = !m.parallel && adds_plainly(w.post_attention);
+    Matmul p = make_matmul(i, w.o, mixed, stride, plainly ? workspace.x.at : workspace.added.at, E, plainly);
+    p.x.values = mixed;  // one copy for all threads
     if (adapted && wanted && !replicated) {  // the barrier above was after A x too
       matmuls(&p, 1, T, i, threads);
       expand(adapters, l, pieces, &p, i, threads);
@@ -586,23 +680,27 @@ struct Forward {
     matmuls_with_adapters(i, l, pieces, &p, adapted);
   }
 
+  // The activations of a feed-forward's rows, quantized if its down matrix is.
+  void activate_rows(int i, const hw_matrix& gate, const hw_matrix& down, int n, float* act) {
+    for (int r = first(i); r < last_(i); r++) {
+      activate(m.activation, gate.n ? workspace.gate.at + r * F : nullptr, workspace.up_.at + r * F, n, act + r * F);
+      pad(act + r * F, n, F);
+      if (is_quantized(down)) quantize(i, act + r * F, n, r);
+    }
+  }
+
   void project_down(int i, int l) {
     const hw_layer& w = m.layer[l];
-    const bool wanted = any_quantized({&w.down});
-    float* act = workspace.act.at + (replicated ? (size_t)i * T * F : 0);
-    for (int r = first(i); r < last_(i); r++) {
-      gated_silu(workspace.gate.at + r * F, workspace.up_.at + r * F, m.inner, act + r * F);
-      pad(act + r * F, m.inner, F);
-      if (wanted) quantize(i, act + r * F, m.inner, r);
-    }
+    const bool plainly = adds_plainly(w.post_mlp);
+    activate_rows(i, w.gate, w.down, m.inner, workspace.act.at + (replicated ? (size_t)i * T * F : 0));
     if (!replicated) sync();
-    Matmul p = make_matmul(i, w.down, workspace.act.at, F, workspace.x.at, E, true);
+    Matmul p = make_matmul(i, w.down, workspace.act.at, F, plainly ? workspace.x.at : workspace.added.at, E, plainly);
     const std::initializer_list<Piece> pieces = {&hw_adapter_layer::down};
     matmuls_with_adapters(i, l, pieces, &p, shrink_(i, l, pieces, m.inner, p.x.values, F));
   }
 };
 
-// A single matmul: y = x w, activations quantized as the format needs; with a norm weight, of the normed rows.
+// A single matmul: y = x w, activations quantized as the format needs; with a model, its logits, of normed rows if `norm`.
 struct SingleMatmul {
   hw::ThreadPool& pool;
   Workspace& workspace;
@@ -611,8 +709,8 @@ struct SingleMatmul {
   const int rows;
   float* y;
   const size_t stride;
-  const float* norm;
-  const float eps;
+  const hw_model* model;
+  const bool norm;
   const size_t wide = up(w.k, 32);
 
   void prepare() {
@@ -623,7 +721,7 @@ struct SingleMatmul {
     const int threads = pool.count();
     for (int r = (int)((int64_t)rows * i / threads); r < (int64_t)rows * (i + 1) / threads; r++) {
       float* h = workspace.h.at + r * wide;
-      if (norm) rms_norm(x + (size_t)r * w.k, norm, w.k, eps, h);
+      if (norm) norm_row(model->norm, x + (size_t)r * w.k, model->final_norm, w.k, model->eps, h);
       else std::memcpy(h, x + (size_t)r * w.k, w.k * sizeof(float));
       pad(h, w.k, wide);
       if (is_quantized(w)) quantize_row(h, w.k, r, workspace.quantized[0]);
@@ -634,6 +732,9 @@ struct SingleMatmul {
     in.stride = wide;
     Matmul p{&w, in, {y, stride, false}};
     matmuls(&p, 1, rows, i, threads);
+    if (!model || (model->logit_scale == 1.0f && model->logit_cap == 0)) return;
+    pool.barrier.wait();
+    for (int r = (int)((int64_t)rows * i / threads); r < (int64_t)rows * (i + 1) / threads; r++) finish_logits(*model, y + r * stride, w.n);
   }
 };
 
@@ -646,8 +747,8 @@ void forward(hw::ThreadPool& pool, void* workspace, const hw_model& model, const
   pool.run([&](int i) { work.run_thread(i); });
 }
 
-void matmul(hw::ThreadPool& pool, void* workspace, const hw_matrix& w, const float* x, int rows, float* y, size_t stride, const float* norm, float eps) {
-  SingleMatmul work{pool, *(Workspace*)workspace, w, x, rows, y, stride, norm, eps};
+void matmul(hw::ThreadPool& pool, void* workspace, const hw_matrix& w, const float* x, int rows, float* y, size_t stride, const hw_model* model, bool norm) {
+  SingleMatmul work{pool, *(Workspace*)workspace, w, x, rows, y, stride, model, norm};
   work.prepare();
   pool.run([&](int i) { work.run_thread(i); });
 }

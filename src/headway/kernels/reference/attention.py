@@ -31,11 +31,11 @@ def attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D].
+    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]; values may have a width of their own.
 
     A `cap` bounds scores softly; `sinks` [H] are scores of a slot of zeros that every row sees.
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     for group in groups:
         n, m = group.rows.shape
         keys, values = (_gather(x, group.pages).to(q.dtype) for x in (k, v))  # [N, Hkv, S, D]
@@ -68,7 +68,7 @@ def attend_exact(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `attend`, with bits that do not depend on other rows, on trimmed pages or on how rows were grouped."""
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     for group in groups:
         n = len(group.rows)
         heads, dim = k.shape[2], k.shape[3]
@@ -114,17 +114,16 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
 def aligned(k: Tensor, v: Tensor, group: AttentionGroup, split: int = SPLIT) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and mask by absolute slot: trimmed pages are masked zeros, padded to whole splits."""
     n, m = group.rows.shape
-    page, heads, dim = k.shape[1:]
+    page = k.shape[1]
     last = int(group.numbers.max()) + 1
     slots = -(-(last * page) // split) * split
     index = (group.numbers[:, :, None] * page + torch.arange(page, device=k.device)).flatten(1)  # [N, S]
     index = torch.where(index < 0, slots, index)  # filler goes to a spare slot that is cut off
-    keys = torch.zeros(n, slots + 1, heads, dim, dtype=torch.float32, device=k.device)
-    values = torch.zeros_like(keys)
+    keys, values = (torch.zeros(n, slots + 1, *x.shape[2:], dtype=torch.float32, device=k.device) for x in (k, v))
     seen = torch.zeros(n, m, slots + 1, dtype=torch.bool, device=k.device)
-    spread = index[:, :, None, None].expand(-1, -1, heads, dim)
-    keys.scatter_(1, spread, _gather(k, group.pages).transpose(1, 2).float())
-    values.scatter_(1, spread, _gather(v, group.pages).transpose(1, 2).float())
+    for into, pool in ((keys, k), (values, v)):
+        spread = index[:, :, None, None].expand(-1, -1, *pool.shape[2:])
+        into.scatter_(1, spread, _gather(pool, group.pages).transpose(1, 2).float())
     seen.scatter_(2, index[:, None].expand(-1, m, -1), group.mask)
     return (
         keys[:, :slots].unflatten(1, (-1, split)),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.reference.ordered import fma, fma_sum
 
 PHASES = 4  # sums that the inputs of one output take turns in
@@ -34,17 +34,24 @@ class RowGroup:
 Groups = Sequence[tuple[RowGroup, Sequence[Piece]]]
 
 
-def low_rank(x: Tensor, outputs: int, groups: Groups, *, by_row: bool = False) -> Tensor:
+Reduce = Callable[[Tensor], Tensor]
+
+
+def low_rank(x: Tensor, outputs: int, groups: Groups, *, by_row: bool = False, reduce: Reduce | None = None) -> Tensor:
     """What the groups add to a matmul of x [T, K] with this many outputs [T, N], in float32, in the groups' order.
 
-    With `by_row` every row is computed by itself, so that its bits depend on nothing else.
+    With `by_row` every row is computed by itself, so that its bits depend on nothing else. `reduce` is applied to
+    A x [R, r], which is a part of it where x has some of the inputs alone.
     """
     total = torch.zeros(len(x), outputs, dtype=torch.float32, device=x.device)
     for group, pieces in groups:
         for a, b, factor, first in pieces:
             inputs = x[group.rows].float()
             parts = inputs.split(1) if by_row else [inputs]
-            delta = torch.cat([(part @ a.t()) @ b.t() for part in parts]) * (group.scales * factor)[:, None]
+            inner = [part @ a.t() for part in parts]
+            if reduce is not None:
+                inner = reduce(torch.cat(inner)).split([len(part) for part in parts])
+            delta = torch.cat([part @ b.t() for part in inner]) * (group.scales * factor)[:, None]
             total[group.rows, first : first + b.shape[0]] += delta
     return total
 

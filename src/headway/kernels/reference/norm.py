@@ -18,6 +18,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     return weight * wide.to(x.dtype)
 
 
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """As `rms_norm`, without a weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """x with mean 0 and variance 1 over its last dimension, in float32, times weight, plus bias.
 

@@ -11,11 +11,13 @@ differ from one. `ordered_matmul` has the matmul; the native side is simd.h, ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from headway.kernels.reference import experts
 from headway.kernels.reference.attention import AttentionGroup, aligned
 
 LANES = 16
@@ -60,21 +62,94 @@ def exp(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., E] scaled to unit mean square, times weight [E]."""
-    e, whole = x.shape[-1], x.shape[-1] // LANES * LANES
-    lanes = x[..., :whole].unflatten(-1, (-1, LANES)).movedim(-2, 0)  # [E / 16, ..., 16]
-    total = lane_sum(fma_sum((*x.shape[:-1], LANES), zip(lanes, lanes, strict=True)))
+    return weight * (x * _inverse_root(_mean(x, x), eps))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., E] minus its mean, scaled to unit variance, times weight [E], plus bias [E]."""
+    centered = x - _mean(x, torch.ones_like(x))
+    y = weight * (centered * _inverse_root(_mean(centered, centered), eps))
+    return y if bias is None else y + bias
+
+
+def _mean(a: Tensor, b: Tensor) -> Tensor:
+    """The mean of a × b [..., E] → [..., 1]."""
+    e, whole = a.shape[-1], a.shape[-1] // LANES * LANES
+    lanes = (x[..., :whole].unflatten(-1, (-1, LANES)).movedim(-2, 0) for x in (a, b))  # [E / 16, ..., 16]
+    total = lane_sum(fma_sum((*a.shape[:-1], LANES), zip(*lanes, strict=True)))
     for i in range(whole, e):
-        total = total + x[..., i : i + 1] * x[..., i : i + 1]
-    root = (
-        (total / torch.full_like(total, e) + eps).double().sqrt().float()
-    )  # torch's own of float32 errs in the last bit
-    return weight * (x * (torch.ones_like(root) / root))
+        total = total + a[..., i : i + 1] * b[..., i : i + 1]
+    return total / torch.full_like(total, e)
+
+
+def _inverse_root(x: Tensor, eps: float) -> Tensor:
+    root = (x + eps).double().sqrt().float()  # torch's own of float32 errs in the last bit
+    return torch.ones_like(root) / root
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """silu, gelu or gelu_tanh of x."""
+    match kind:
+        case "silu":
+            return x / (1 + exp(-x))
+        case "gelu":
+            return x * 0.5 * (1 + torch.erf((x * math.sqrt(0.5)).double()).float())
+        case "gelu_tanh":
+            y = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+            return x / (1 + exp(-2 * y))
+    raise AssertionError(kind)
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) × up for gate_up [R, 2F] → [R, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return gate / (1 + exp(-gate)) * up
+    return activate(gate, "silu") * up
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """x bounded softly by a cap."""
+    return x if cap is None else (1 - 2 / (exp(x / cap * 2) + 1)) * cap
+
+
+def route(logits: Tensor, count: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """`experts.route` in the native step's order."""
+    ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+    chosen = ids[:, :count]
+    weights = exp(ranked[:, :count] - ranked[:, :1])
+    parts = weights if normalize else exp(logits - ranked[:, :1])
+    return chosen, weights / _in_order(parts)
+
+
+def route_by_groups(
+    logits: Tensor,
+    count: int,
+    *,
+    score: str,
+    correction: Tensor | None,
+    normalize: bool,
+    scale: float,
+    **groups: int,
+) -> tuple[Tensor, Tensor]:
+    """`experts.route_by_groups` in the native step's order."""
+    if score == "sigmoid":
+        scores = 1 / (1 + exp(-logits))
+    else:
+        scores = exp(logits - logits.max(-1, keepdim=True).values)
+        scores = scores / _in_order(scores)
+    ranked = scores if correction is None else scores + correction
+    chosen = experts.choose_by_groups(ranked, count, **groups)
+    weights = scores.gather(1, chosen)
+    if normalize:
+        weights = weights / (_in_order(weights) + 1e-20)
+    return chosen, weights * scale
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over the last dimension [R, X] → [R, 1], first to last."""
+    total = torch.zeros_like(parts[:, 0])
+    for part in parts.unbind(1):
+        total = total + part
+    return total[:, None]
 
 
 def rotation(inv_freq: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -87,26 +162,37 @@ def rotation(inv_freq: Tensor, positions: Tensor, scale: float) -> tuple[Tensor,
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[AttentionGroup], scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Sequence[AttentionGroup],
+    scale: float,
+    *,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]: `attention.attend` in the native step's order."""
-    out = torch.empty_like(q)
+    own = None if sinks is None else sinks.view(k.shape[2], -1)  # [Hkv, G]
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     for group in groups:
         keys, values, seen = aligned(k, v, group, CHUNK)  # [N, B, CHUNK, Hkv, D] twice, [N, M, B, CHUNK]
         for i, rows in enumerate(group.rows):
             share = max(1, ELEMENTS // (q.shape[1] * seen[0, 0].numel()))
             for first, part in zip(range(0, len(rows), share), rows.split(share), strict=True):
                 queries = q[part].unflatten(1, (k.shape[2], -1)) * scale  # [r, Hkv, G, D]
-                out[part] = _attend_rows(queries, keys[i], values[i], seen[i, first : first + len(part)]).flatten(1, 2)
+                mask = seen[i, first : first + len(part)]
+                out[part] = _attend_rows(queries, keys[i], values[i], mask, cap=cap, sinks=own).flatten(1, 2)
     return out
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, cap: float | None, sinks: Tensor | None) -> Tensor:
     """q [r, Hkv, G, D] over keys and values [B, CHUNK, Hkv, D], of which a row attends to seen [r, B, CHUNK]."""
     used = int(seen.any(0).any(0).nonzero().max()) + 1  # of each chunk
     used = -(-used // LANES) * LANES
     k, v, seen = k[:, :used], v[:, :used], seen[:, :, :used]
     seen = seen[:, :, None, None]  # [r, B, 1, 1, S]
-    scores = _scores(q, k).masked_fill(~seen, -torch.inf)  # [r, B, Hkv, G, S]
+    scores = capped(_scores(q, k), cap).masked_fill(~seen, -torch.inf)  # [r, B, Hkv, G, S]
     some = seen.any(-1)  # [r, B, 1, 1]
     most = scores.amax(-1)  # [r, B, Hkv, G]
     weights = exp(scores - torch.where(some, most, 0)[..., None])
@@ -115,8 +201,8 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     for unit in weights.split(LANES, -1):
         sums = sums + unit
     slots = zip(v.transpose(0, 1)[:, None, :, :, None], weights.movedim(-1, 0)[..., None], strict=True)
-    mixed = fma_sum((*most.shape, q.shape[-1]), slots)
-    return _merge(most, lane_sum(sums)[..., 0], mixed, some.expand_as(most))
+    mixed = fma_sum((*most.shape, v.shape[-1]), slots)
+    return _merge(most, lane_sum(sums)[..., 0], mixed, some.expand_as(most), sinks)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -130,7 +216,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return even + odd
 
 
-def _merge(most: Tensor, sums: Tensor, mixed: Tensor, some: Tensor) -> Tensor:
+def _merge(most: Tensor, sums: Tensor, mixed: Tensor, some: Tensor, sinks: Tensor | None) -> Tensor:
     """The chunks [r, B, Hkv, G, …] in ascending order → [r, Hkv, G, D]; `some` says which attend to anything."""
     top, total, values, begun = most[:, 0], sums[:, 0], mixed[:, 0], some[:, 0]
     for b in range(1, most.shape[1]):
@@ -144,4 +230,5 @@ def _merge(most: Tensor, sums: Tensor, mixed: Tensor, some: Tensor) -> Tensor:
         total = torch.where(both, total * old + sums[:, b] * new, torch.where(alone, sums[:, b], total))
         top = torch.where(both, high, torch.where(alone, most[:, b], top))
         begun = begun | some[:, b]
+    total = total if sinks is None else total + exp(sinks - top)
     return values * (torch.ones_like(total) / total)[..., None]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.host.quantized import FLOATS, GROUP, QuantizedMatrix
 from headway.kernels.reference.ordered import fma_sum
 from headway.kernels.reference.quantized import dequantize, quantized, stored_quants, stored_scales, tensor

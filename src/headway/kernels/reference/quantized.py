@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.host.quantized import FLOATS, GROUP, LANES, SMALLEST, QuantizedMatrix
+from headway.kernels.host.quantized import FLOATS, FP4, GROUP, LANES, SMALLEST, QuantizedMatrix
 
 
 def tensor(array: np.ndarray) -> Tensor:
@@ -72,6 +72,7 @@ def stored_quants(w: QuantizedMatrix) -> Tensor:
         return parts.permute(0, 3, 1, 2, 4).reshape(blocks * LANES, -1)[: w.n, : w.k]
     both = tensor(w.quants).view(blocks, groups, 4, LANES, 4)
     parts = torch.stack([both & 15, both >> 4], dim=4)  # block, group, j, row, half, i
+    parts = torch.tensor(FP4, dtype=torch.uint8)[parts.int()] if w.scale_kind == "e8" else parts
     return parts.permute(0, 3, 1, 2, 4, 5).reshape(blocks * LANES, -1)[: w.n, : w.k]
 
 
@@ -83,6 +84,8 @@ def stored_scales(w: QuantizedMatrix) -> tuple[Tensor, Tensor | None]:
         factors = tensor(w.scales).float()  # [B, G, 2, 16]
         both = factors * tensor(w.super).float().repeat_interleave(8, 1)
         scale, minimum = both[:, :, 0], -both[:, :, 1]
+    elif w.scale_kind == "e8":
+        scale, minimum = torch.exp2(tensor(w.scales).double() - 128).float(), None
     elif w.has_min:
         scale, minimum = tensor(w.scales).float().unbind(2)
     else:

@@ -16,14 +16,14 @@ def rotation(inv_freq: Tensor, positions: Tensor, scale: float, dtype: torch.dty
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D] rotated by its row's angles. Dimensions past the width of cos stay unchanged."""
     width = cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
+    rotated, rest = x[..., :width], x[..., width:]
     half = width // 2
-    swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
-    turned = turned * cos + swapped * sin
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+    swapped = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
+    rotated = rotated * cos + swapped * sin
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 
-def turn(keys: Tensor, inv_freq: Tensor, before: Tensor, after: Tensor) -> Tensor:
+def rerotate(keys: Tensor, inv_freq: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Keys [L, T, Hkv, D] that were rotated for positions `before` [T], as they would be for `after` [T].
 
     inv_freq [D/2] is for all layers, [L, D/2] has a row for each.

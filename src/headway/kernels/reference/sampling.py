@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, InvalidMask
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.kernels.host.sampling import GUESSES, NO_TOKEN, RowSampler, before_temperature, check_bias
 
 # -- tensors where `host/sampling` has arrays ----------------------------------------------------------------------

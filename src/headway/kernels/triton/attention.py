@@ -15,13 +15,13 @@ missing page (0 in the page table) is never attended to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.layout import PAGE_AT, WHOLE
 
@@ -157,7 +157,7 @@ def _chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, in
         return max(32, triton.next_power_of_2(group)), 32, 4, 1
     if dim > 128:
         return max(64, triton.next_power_of_2(group)), 32, 8, 2
-    return max(128, triton.next_power_of_2(group)), 128, 8, 2
+    return max(128, triton.next_power_of_2(group)), 64, 8, 3
 
 
 def _joined(group: int, dim: int) -> int:

@@ -7,12 +7,11 @@ every operation.
 # ruff: noqa: PLR0917
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.layout import POSITION, TOKEN, WRITE
 

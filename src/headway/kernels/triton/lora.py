@@ -9,14 +9,12 @@
 
 Two kernels, both for all pieces of a stacked matrix: `shrink` sums A x over parts of the inputs, `expand` adds B times
 these sums to y. In one call a row has at most one use, so that nothing is added concurrently. A row's bits depend on
-the row and its adapter alone: tiles and parts have fixed sizes, and sums one order. A matmul that multiplies gate and
-up by itself (matmul.py) takes what `expand` has written beforehand.
+the row and its adapter alone: tiles and parts have fixed sizes, and sums one order. Of about 64 rows matmul.py sums A x
+by itself, in one part; `expand_gated` adds to gate and up and multiplies them, at rows without an adapter too.
 """
 
 # ruff: noqa: PLR0917
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.triton.launch import launch_next, options, wait
 
 TILE = 16  # uses of a tile
@@ -110,19 +109,27 @@ def shrink(x: Tensor, low_rank: LowRankTerm, *, ahead: bool) -> None:
     )  # fmt: skip
 
 
-def expand(y: Tensor, low_rank: LowRankTerm, k: int, *, factor: float = 1.0, add: bool = True, ahead: bool) -> None:
-    """y [T, N] += factor × scale × B (A x) at the rows of the uses, from the sums of `k` inputs.
-
-    Without `add` it is written there, a zero where an adapter has nothing for a piece; other rows stay as they are.
-    """
+def expand(y: Tensor, low_rank: LowRankTerm, parts: int, *, factor: float = 1.0, ahead: bool) -> None:
+    """y [T, N] += factor × scale × B (A x) at the rows of the uses, from sums of so many `parts` of the inputs."""
     table, how = low_rank.table, low_rank.tiles
     blocks, n = [triton.cdiv(n, BLOCK_OUTPUTS) for n in low_rank.outputs], low_rank.sizes
     _expand[(len(how.tiles), sum(blocks))](
         y, table.pointers, table.ranks, table.factors, how.tiles, how.rows, how.scales, low_rank.sums, y.stride(0),
         low_rank.layer, table.ranks.shape[1], factor, N0=n[0], N1=n[1], N2=n[2], FIRST=low_rank.first,
         WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype], PRECISION=_precision(table.dtype), TILE=TILE, RANKS=RANKS,
-        SPLITS=splits(k), PIECES=PIECES, MATRICES=MATRICES, BN=BLOCK_OUTPUTS, ADD=add, AHEAD=ahead, num_warps=4,
-        **options(ahead),
+        SPLITS=parts, PIECES=PIECES, MATRICES=MATRICES, BN=BLOCK_OUTPUTS, AHEAD=ahead, num_warps=4, **options(ahead),
+    )  # fmt: skip
+
+
+def expand_gated(gate_up: Tensor, out: Tensor, low_rank: LowRankTerm, parts: int, *, ahead: bool) -> None:
+    """silu(gate) × up of gate_up [T, 2F] into out [T, F], after what adapters add to both at the rows of their uses."""
+    table, how, (rows, f) = low_rank.table, low_rank.tiles, out.shape
+    _expand_gated[(len(how.tiles) + triton.cdiv(rows, TILE), triton.cdiv(f, BLOCK_OUTPUTS))](
+        gate_up, out, table.pointers, table.ranks, table.factors, how.tiles, how.rows, how.scales, how.places,
+        low_rank.sums, low_rank.layer, table.ranks.shape[1], len(how.tiles), len(how.places), rows, F=f,
+        FIRST=low_rank.first, WIDE=how.blocks * RANKS, KIND=DTYPES[table.dtype], PRECISION=_precision(table.dtype),
+        TILE=TILE, RANKS=RANKS, SPLITS=parts, PIECES=PIECES, MATRICES=MATRICES, BN=BLOCK_OUTPUTS, AHEAD=ahead,
+        num_warps=4, **options(ahead),
     )  # fmt: skip
 
 
@@ -158,13 +165,44 @@ def _shrink(
         tl.store(sums + place, total, mask=(m < count)[:, None])
 
 
+@triton.jit
+def _outputs_of(pointers, rank, matrix, o, outputs, first, KIND: tl.constexpr, RANKS: tl.constexpr):
+    """A block of ranks of B at outputs o [BN, RANKS]."""
+    b = tl.multiple_of(tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND)), 16)
+    padded, j = (rank + RANKS - 1) // RANKS * RANKS, first + tl.arange(0, RANKS)
+    at = b + o.to(tl.int64)[:, None] * padded + j[None, :]
+    return tl.load(at, mask=(o < outputs)[:, None] & (j < padded)[None, :], other=0.0)
+
+
+@triton.jit
+def _added(
+    w, pointers, rank, scale, sums, matrix, piece, start, count, o, outputs,
+    WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr,
+    SPLITS: tl.constexpr, PIECES: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """What the uses of a tile add to outputs o of a piece [TILE, BN]; w is the first block of their B."""
+    m = tl.arange(0, TILE)
+    use = (start + m).to(tl.int64)
+    total = tl.zeros((TILE, BN), tl.float32)
+    for first in range(0, rank, RANKS):
+        j = first + tl.arange(0, RANKS)
+        part = tl.zeros((TILE, RANKS), tl.float32)
+        for split in range(SPLITS):
+            at = ((use * PIECES + piece) * SPLITS + split)[:, None] * WIDE + j[None, :]
+            part += tl.load(sums + at, mask=(m < count)[:, None], other=0.0)
+        total = tl.dot(part, tl.trans(w.to(tl.float32)), total, input_precision=PRECISION)
+        if WIDE > RANKS:
+            w = _outputs_of(pointers, rank, matrix, o, outputs, first + RANKS, KIND, RANKS)
+    return total * scale[:, None]
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _expand(
     y, pointers, ranks, factors, tiles, use_rows, scales, sums, y_row, layer, layers, factor,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     FIRST: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, MATRICES: tl.constexpr,
-    BN: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
+    BN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     B0: tl.constexpr = (N0 + BN - 1) // BN
@@ -177,26 +215,58 @@ def _expand(
     slot, start, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     matrix = (slot.to(tl.int64) * layers + layer) * MATRICES + FIRST + piece
     rank = tl.load(ranks + matrix)
+    m, o = tl.arange(0, TILE), inner * BN + tl.arange(0, BN)
+    w = _outputs_of(pointers, rank, matrix, o, outputs, 0, KIND, RANKS)
+    row = tl.load(use_rows + start + m, mask=m < count, other=0).to(tl.int64)
+    scale = tl.load(scales + start + m, mask=m < count, other=0.0) * tl.load(factors + matrix) * factor
     wait(AHEAD)
-    if (count > 0) & ((rank > 0) | (not ADD)):
-        b = tl.multiple_of(tl.load(pointers + matrix * 2 + 1).to(tl.pointer_type(KIND)), 16)
-        padded = (rank + RANKS - 1) // RANKS * RANKS
-        m, o = tl.arange(0, TILE), inner * BN + tl.arange(0, BN)
-        use = (start + m).to(tl.int64)
-        total = tl.zeros((TILE, BN), tl.float32)
-        for first in range(0, rank, RANKS):
-            j = first + tl.arange(0, RANKS)
-            part = tl.zeros((TILE, RANKS), tl.float32)
-            for split in range(SPLITS):
-                at = ((use * PIECES + piece) * SPLITS + split)[:, None] * WIDE + j[None, :]
-                part += tl.load(sums + at, mask=(m < count)[:, None], other=0.0)
-            w = tl.load(b + o.to(tl.int64)[:, None] * padded + j[None, :], mask=(o < outputs)[:, None], other=0.0)
-            total = tl.dot(part, tl.trans(w.to(tl.float32)), total, input_precision=PRECISION)
-        scale = tl.load(scales + use, mask=m < count, other=0.0) * tl.load(factors + matrix) * factor
-        row = tl.load(use_rows + use, mask=m < count, other=0).to(tl.int64)
+    if (count > 0) & (rank > 0):
+        total = _added(
+            w, pointers, rank, scale, sums, matrix, piece, start, count, o, outputs,
+            WIDE, KIND, PRECISION, TILE, RANKS, SPLITS, PIECES, BN,
+        )  # fmt: skip
         place = y + row[:, None] * y_row + (before + o)[None, :]
         there = (m < count)[:, None] & (o < outputs)[None, :]
-        total *= scale[:, None]
-        if ADD:
-            total += tl.load(place, mask=there, other=0.0).to(tl.float32)
+        total += tl.load(place, mask=there, other=0.0).to(tl.float32)
         tl.store(place, total.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["layer", "tile_count", "placed", "rows"])
+def _expand_gated(
+    gate_up, out, pointers, ranks, factors, tiles, use_rows, scales, places, sums, layer, layers, tile_count, placed,
+    rows, F: tl.constexpr, FIRST: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, MATRICES: tl.constexpr,
+    BN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    tile, m, o = tl.program_id(0), tl.arange(0, TILE), tl.program_id(1) * BN + tl.arange(0, BN)
+    gate = tl.zeros((TILE, BN), tl.float32)
+    up = tl.zeros((TILE, BN), tl.float32)
+    if tile < tile_count:
+        slot, start, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+        live = m < count
+        row = tl.load(use_rows + start + m, mask=live, other=0)
+        matrix = (slot.to(tl.int64) * layers + layer) * MATRICES + FIRST
+        rank, other = tl.load(ranks + matrix), tl.load(ranks + matrix + 1)
+        w = _outputs_of(pointers, rank, matrix, o, F, 0, KIND, RANKS)
+        v = _outputs_of(pointers, other, matrix + 1, o, F, 0, KIND, RANKS)
+        scale = tl.load(scales + start + m, mask=live, other=0.0)
+        wait(AHEAD)
+        gate = _added(
+            w, pointers, rank, scale * tl.load(factors + matrix), sums, matrix, 0, start, count, o, F,
+            WIDE, KIND, PRECISION, TILE, RANKS, SPLITS, PIECES, BN,
+        )  # fmt: skip
+        up = _added(
+            v, pointers, other, scale * tl.load(factors + matrix + 1), sums, matrix + 1, 1, start, count, o, F,
+            WIDE, KIND, PRECISION, TILE, RANKS, SPLITS, PIECES, BN,
+        )  # fmt: skip
+    else:  # rows without an adapter
+        row = (tile - tile_count) * TILE + m
+        live = (row < rows) & (tl.load(places + row, mask=row < placed, other=-1) < 0)
+        wait(AHEAD)
+    at = gate_up + row.to(tl.int64)[:, None] * (2 * F) + o[None, :]
+    there = live[:, None] & (o < F)[None, :]
+    gate += tl.load(at, mask=there, other=0.0).to(tl.float32)
+    up += tl.load(at + F, mask=there, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row.to(tl.int64)[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=there)

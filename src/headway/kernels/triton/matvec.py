@@ -8,12 +8,11 @@ small ones.
 # ruff: noqa: PLR0917
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.triton.launch import launch_next, options, wait
 
 

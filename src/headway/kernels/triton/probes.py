@@ -11,12 +11,12 @@ depends on other rows.
 # ruff: noqa: PLR0124, PLR0917
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from headway.base.dataclass import dataclass
 
 PIECE = 4096  # logits per program
 ROW, MASK, RATE, JOB_INTS = 0, 1, 2, 3

@@ -9,12 +9,12 @@ Lane 4r + q has the inputs 16q … 16q + 15 of outputs r and r + 8.
     int8    16 bytes of output r, the 16 of output r + 8 at the same offset of the block's other half. c means c - 128.
     fp8     the same layout; a byte is an e4m3 number.
 
-A matmul of up to FEW rows reads the quants (`matmul`); for more rows it pays to dequantize first (`dequantize_into`).
+A matmul of up to FEW rows reads the quants (`matmul`; from 17 rows on, those of 8 bits with `quantized_tiles`); for
+more rows it pays to dequantize first (`dequantize_into`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,9 +22,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.kernels.triton import quantized_kernels as kernels
 from headway.kernels.triton.launch import options
+from headway.kernels.triton.quantized_tiles import ByteTile, SplitSums, byte_matmul
 
 QuantKind = Literal["int4", "int8", "fp8"]
 KINDS: tuple[QuantKind, ...] = ("int4", "int8", "fp8")
@@ -182,14 +184,15 @@ def matmul(
     factor: float = 1.0,
     ahead: bool = False,
     alone: bool = False,
-    tile: QuantizedTile | None = None,
+    tile: QuantizedTile | ByteTile | None = None,
     row_bias: Tensor | None = None,
+    sums: SplitSums | None = None,
 ) -> None:
     """factor × x [R, K] float16 times the matrix into y [R, N], or added to it; silu(gate) × up for a gated matrix.
 
     A gated float16 result is scaled by INNER. A row of y depends on its row of x alone; to the bit unless `alone`,
     which lets a single row take a faster kernel that sums in another order. `row_bias` [R, 2N] float32 takes the place
-    of a gated matrix's bias.
+    of a gated matrix's bias. A `ByteTile` is for matrices of 8 bits; where it splits the inputs, `sums` has the parts.
     """
     (rows, k), n = x.shape, y.shape[1]
     assert x.dtype == torch.float16
@@ -201,12 +204,28 @@ def matmul(
     given, bias = (x.view(torch.int32) if x.is_cuda else x), x if added is None else added
     scale = INNER if w.gated and y.dtype == torch.float16 else 1.0
     if alone and rows == 1 and x.is_cuda:
-        t = tile or pick_row_tile(w.kind, blocks, deep)
+        t = tile if isinstance(tile, QuantizedTile) else pick_row_tile(w.kind, blocks, deep)
         step = 4 * INPUTS * t.inputs
         kernels.matvec[(blocks,)](
             given, w.quants, w.scales, y, bias, n, K=k, KIND=w.kind, DEEP=t.inputs, GATED=w.gated, ADD=add,
             BIAS=added is not None, FACTOR=factor, SCALE=scale, EVEN=k == step or k % (2 * step) == 0,
             AHEAD=ahead, num_warps=t.warps, **options(ahead),
+        )  # fmt: skip
+        return
+    if isinstance(tile, ByteTile):
+        assert w.kind != "int4"
+        cells = triton.cdiv(rows, tile.rows), triton.cdiv(blocks * ROWS, tile.outputs), tile.splits
+        tensors = (x, w.quants.view(torch.uint8), w.scales, y, bias)
+        if tile.splits > 1:
+            assert sums is not None
+            assert sums.parts.numel() >= cells[0] * cells[1] * tile.splits * tile.rows * tile.outputs
+        sums_at = (w.scales, w.scales) if sums is None else (sums.parts, sums.arrived)
+        byte_matmul[cells](
+            *tensors, *sums_at, rows, n, blocks,
+            K=k, KIND=w.kind, GATED=w.gated, ADD=add, BIAS=added is not None, BY_ROW=row_bias is not None,
+            FACTOR=factor, SCALE=scale, BM=tile.rows, BN=tile.outputs, DEEP=tile.deep, SPLITS=tile.splits,
+            FIRST=tile.weights_first, PACKED=x.is_cuda, AHEAD=ahead,
+            num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
         )  # fmt: skip
         return
     columns = columns_for(rows)

@@ -9,12 +9,12 @@ depends on other rows.
 # ruff: noqa: PLR0124, PLR0915, PLR0917
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from headway.base.dataclass import dataclass
 
 NO_TOKEN = -1  # a row with a NaN
 UNDECIDED = -2  # every allowed token of the row is at -inf: left to the reference

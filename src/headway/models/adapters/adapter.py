@@ -56,8 +56,8 @@ class Adapter:
             raise WrongType(f"the path of an adapter is {short_repr(path)}; give a folder or a .gguf file")
         where, limits = Path(path), _limits(max_rank, max_bytes)
         if where.is_dir():
-            found = peft.read_folder(where, limits)
-            return cls(found.pairs, name=where.name, rules=found.rules)
+            file = peft.read_folder(where, limits)
+            return cls(file.pairs, name=where.name, rules=file.rules)
         if where.is_file():
             pairs, architecture = gguf.read_file(where, limits)
             return cls(pairs, name=where.stem, architecture=architecture)
@@ -87,8 +87,8 @@ class Adapter:
             raise WrongType("alpha was given with a config, which has it (lora_alpha); give one of them")
         if alpha is not None:
             alpha = check_number(alpha, "alpha")
-        found = peft.read_tensors(tensors, config, alpha, _limits(max_rank, max_bytes))
-        return cls(found.pairs, name=name, rules=found.rules)
+        file = peft.read_tensors(tensors, config, alpha, _limits(max_rank, max_bytes))
+        return cls(file.pairs, name=name, rules=file.rules)
 
     @property
     def rank(self) -> int:

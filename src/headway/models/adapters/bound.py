@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from headway.base.arrays import widen
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
-from headway.models.capabilities import Capabilities
+from headway.models.capabilities import ATTENTION, Capabilities
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES, by_name
-from headway.models.rows import half_split
-from headway.models.shapes import has_experts, layer_shapes
+from headway.models.weights.rows import half_split
+from headway.models.weights.shapes import has_experts, layer_shapes
 
 MAX_FACTOR = 1e38  # what float32 can hold
 LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
@@ -41,7 +42,6 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
     """The adapter for a model of this config. Raises if it was trained on another model's shapes."""
     what = f"the adapter {adapter.name!r}"
     _check_architecture(adapter, config, what)
-    shapes = target_shapes(config)
     layers: list[dict[str, LowRank]] = [{} for _ in range(config.layers)]
     for target, pair in sorted(adapter.pairs.items()):
         if target.layer >= config.layers:
@@ -49,7 +49,8 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
                 f"{what} has weights for {target}, and the model has {config.layers} layers; it is another model's"
             )
         _check_role(target, config, what)
-        has, needs = (pair.b.shape[0], pair.a.shape[1]), shapes[target.role] if target != HEAD else head_shape(config)
+        has = (pair.b.shape[0], pair.a.shape[1])
+        needs = head_shape(config) if target == HEAD else layer_targets(config, target.layer)[target.role]
         if has != needs:
             raise BadModelFile(
                 f"{what} has weights of {list(has)} for {target}, and the model's matrix is {list(needs)}; it is "
@@ -67,10 +68,16 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
 
 def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     """The shape [N, K] of each role's matrix; roles that no layer has are left out."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for layer in range(c.layers):
-        found |= layer_shapes(c, layer)
-    return {role: (found[role][0], found[role][1]) for role in ROLES if role in found}
+        shapes |= layer_targets(c, layer)
+    return {role: shapes[role] for role in ROLES if role in shapes}
+
+
+def layer_targets(c: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """The shape [N, K] of each role's matrix in a layer."""
+    shapes = layer_shapes(c, layer)
+    return {role: (shapes[role][0], shapes[role][1]) for role in ROLES if role in shapes}
 
 
 def _check_role(target: Target, config: ModelConfig, what: str) -> None:
@@ -84,6 +91,8 @@ def _check_role(target: Target, config: ModelConfig, what: str) -> None:
     if target.role in layer_shapes(config, target.layer):
         return
     kind = "its experts" if has_experts(config, target.layer) else "a feed-forward without a gate"
+    if target.role in ATTENTION:
+        kind = "no such matrix" if config.description.latent is None else "latent attention"
     raise Unsupported(
         f"{what} has weights for {target}, and this layer of the {config.family} model has {kind}, which adapters do "
         f"not change; train it on {', '.join(target_shapes(config))}"

@@ -63,15 +63,15 @@ def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
 def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, np.ndarray]]:
     sides: dict[Target, dict[str, np.ndarray]] = {}
     for name in weights.names():
-        found = NAME.fullmatch(name)
-        if found is None:
+        match = NAME.fullmatch(name)
+        if match is None:
             raise Unsupported(
                 f"{path}: the tensor {short_repr(name)} is not LoRA of one of a decoder's linear layers "
                 f"({', '.join([*NAMES, 'output'])}); others are not supported"
             )
         target = HEAD
-        if found["part"] is not None:
-            target = Target(check_layer(found["layer"], f"{path}: {name}"), NAMES[found["part"]])
+        if match["part"] is not None:
+            target = Target(check_layer(match["layer"], f"{path}: {name}"), NAMES[match["part"]])
         tensor = weights.array(name).copy()  # not the file's map
-        sides.setdefault(target, {})[found["side"]] = tensor
+        sides.setdefault(target, {})[match["side"]] = tensor
     return sides

@@ -7,13 +7,13 @@ Stacked matrices (q, k and v; gate and up) are targets piece by piece, as files 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
 from headway.base.arrays import float_name, widen
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile
 from headway.base.text import short_repr
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from headway.base.arrays import from_tensor, is_tensor
 from headway.base.checks import check_integer, check_number
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, ModelNotFound, Unsupported, WrongType
 from headway.base.files import read_json
 from headway.base.text import short_repr
@@ -79,8 +79,8 @@ class TargetRules:
         """The number of the module's layer, where `layers_pattern` says layers are."""
         patterns = [rf"(?:^|.*?\.){p}\.(?P<number>\d+)\." for p in self.layers_patterns]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
-            if (found := re.match(pattern, module)) is not None:
-                return int(found["number"])
+            if (match := re.match(pattern, module)) is not None:
+                return int(match["number"])
         return None
 
 
@@ -136,16 +136,16 @@ def _read(
     sides: dict[Target, dict[str, np.ndarray]] = {}
     modules: dict[Target, str] = {}
     for name, tensor in tensors.items():
-        found = NAME.fullmatch(name)
-        if found is None:
+        match = NAME.fullmatch(name)
+        if match is None:
             raise _stranger(name, where)
         target = HEAD
-        if found["part"] is not None:
-            target = Target(check_layer(found["layer"], f"{where}: {name}"), MODULES[found["part"]])
+        if match["part"] is not None:
+            target = Target(check_layer(match["layer"], f"{where}: {name}"), MODULES[match["part"]])
         side = sides.setdefault(target, {})
-        if found["side"] in side:
-            raise BadModelFile(f"{where}: {target} has two matrices {found['side']}; it must have one")
-        side[found["side"]], modules[target] = tensor, found["module"]
+        if match["side"] in side:
+            raise BadModelFile(f"{where}: {target} has two matrices {match['side']}; it must have one")
+        side[match["side"]], modules[target] = tensor, match["module"]
     if not sides:
         raise BadModelFile(f"{where} has no LoRA weights")
     if HEAD in sides and config is not None and config.get("ensure_weight_tying"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 
 NAME = re.compile(r"[!-~]{1,256}")

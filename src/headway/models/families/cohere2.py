@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headway.kernels.host.rope import Rope
 from headway.models.description import Description
-from headway.models.families.family import Family
+from headway.models.families.family import LAYER_NORM_GGUF, Family
 from headway.models.families.windows import alternating
 from headway.models.keys import Keys
 
@@ -53,7 +53,7 @@ FAMILY = Family(
     interleaved_hf=True,
     interleaved_gguf=True,
     keys={"rms_norm_eps": "layer_norm_eps"},
-    gguf_keys={"attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon"},
+    gguf_keys=LAYER_NORM_GGUF,
     describe=describe,
     describe_gguf=describe_gguf,
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headway.base.errors import Unsupported
 from headway.models.description import Description
-from headway.models.families.family import Either, Family
+from headway.models.families.family import LAYER_NORM_GGUF, Family, FirstOf
 from headway.models.families.parts import grouped, stacked
 from headway.models.keys import Keys
 
@@ -56,22 +56,22 @@ FAMILY = Family(
     tied=True,
     defaults={"max_position_embeddings": 2048},
     keys={"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size"},
-    gguf_keys={"attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon"},
+    gguf_keys=LAYER_NORM_GGUF,
     describe=describe,
     describe_gguf=describe_gguf,
     parts={
         "embedding": "transformer.word_embeddings.weight",
         "final_norm": "transformer.ln_f.weight",
         "layer": "transformer.h.{}.",
-        "input_norm": Either(("ln_attn.weight", "input_layernorm.weight")),
-        "mlp_norm": Either(("ln_mlp.weight", "post_attention_layernorm.weight")),
+        "input_norm": FirstOf(("ln_attn.weight", "input_layernorm.weight")),
+        "mlp_norm": FirstOf(("ln_mlp.weight", "post_attention_layernorm.weight")),
         **grouped("self_attention.query_key_value"),
         "o": "self_attention.dense.weight",
         "up": "mlp.dense_h_to_4h.weight",
         "down": "mlp.dense_4h_to_h.weight",
     },
     gguf_parts={
-        "input_norm": Either(("attn_norm_2.weight", "attn_norm.weight")),
+        "input_norm": FirstOf(("attn_norm_2.weight", "attn_norm.weight")),
         "mlp_norm": "attn_norm.weight",
         **stacked("attn_qkv", ("q", "k", "v")),
     },

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
+from headway.base.dataclass import dataclass
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
     from headway.models.config import ModelConfig
 
+LAYER_NORM_GGUF = {"attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon"}  # as GGUF files name it
+
 
 @dataclass(frozen=True)
 class Cut:
-    """A weight that is part of another: `take(tensor, config)` of the tensor `name`, which has `shape(config)`."""
+    """A weight that is part of another: `take(tensor, config)` of the tensor `name`, which has `shape(config)`.
+
+    It takes an array or a tensor of torch. In a GGUF file it takes rows, and so may be given their numbers alone.
+    """
 
     name: str
     shape: Callable[[ModelConfig], tuple[int, ...]]
@@ -29,13 +35,13 @@ class Each:
 
 
 @dataclass(frozen=True)
-class Either:
+class FirstOf:
     """A weight that has one name or another: the first that there is."""
 
     names: tuple[str, ...]
 
 
-Part = str | Cut | Each | Either  # where a weight is: a name after the layer's, or more
+Part = str | Cut | Each | FirstOf  # where a weight is: a name after the layer's, or more
 Describe = Callable[[Keys, "ModelConfig"], "ModelConfig"]
 DescribeGguf = Callable[[Keys, "ModelConfig", "set[str]"], "ModelConfig"]
 
@@ -49,7 +55,7 @@ class Family:
     the config lists (`layers`).
 
     A family whose layers are not Llama's has `describe`, which completes the config, and says where its files keep a
-    weight under another name than Llama's: `parts` by role, see `headway.models.shapes`. `describe_gguf` and
+    weight under another name than Llama's: `parts` by role, see `headway.models.weights.shapes`. `describe_gguf` and
     `gguf_parts` are the same for GGUF files.
     """
 
@@ -66,11 +72,13 @@ class Family:
     head_dim: int | None = None  # when the config is silent; else hidden size / heads
     kv_heads: int | None = None  # when the config is silent; else as many as heads
     inner: int | None = None  # hidden sizes that the feed-forward has when the config is silent
+    inner_by_layer: bool = False  # its config may list a size of the feed-forward for each layer
     eps: float | None = None  # when the config is silent
     partial: float = 1.0  # share of a head that is rotated when the config is silent
     tied: bool = False  # when the config is silent
     interleaved_gguf: bool = False  # its GGUF files store q and k rows for rotation of neighboring pairs
     interleaved_hf: bool = False  # and its folders
+    latent: bool = False  # its GGUF files have latent attention: values narrower than keys, yarn of its own
     experts: bool = False  # files of several families may have one GGUF architecture
     model_types: tuple[str, ...] = ()  # what its config.json calls itself
     defaults: Mapping[str, Any] = field(default_factory=dict)  # other keys when the config is silent

@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING
 from headway.base.errors import Unsupported
 from headway.kernels.host.rope import Rope
 from headway.models.description import Description
-from headway.models.families.family import Family
+from headway.models.families.family import LAYER_NORM_GGUF, Family
 from headway.models.families.parts import stacked, transposed
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
     from headway.models.config import ModelConfig
 
-
+KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+    "rms_norm_eps": "layer_norm_epsilon",
+}  # what config.json of GPT-2 and GPT-J calls these
 DESCRIPTION = Description(norm="layer", norm_bias=True, gated=False, activation="gelu_tanh", learned_positions=True)
 
 
@@ -42,16 +50,8 @@ FAMILY = Family(
     inner=4,
     eps=1e-5,
     tied=True,
-    keys={
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "num_key_value_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "intermediate_size": "n_inner",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
-    gguf_keys={"attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon"},
+    keys=KEYS,
+    gguf_keys=LAYER_NORM_GGUF,
     ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
     describe=describe,
     describe_gguf=describe_gguf,

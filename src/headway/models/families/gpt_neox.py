@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headway.models.description import Description
-from headway.models.families.family import Family
+from headway.models.families.family import LAYER_NORM_GGUF, Family
 from headway.models.families.parts import grouped, stacked
 from headway.models.keys import Keys
 
@@ -44,7 +44,7 @@ FAMILY = Family(
         "partial_rotary_factor": "rotary_pct",
         "num_key_value_heads": "num_attention_heads",
     },
-    gguf_keys={"attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon"},
+    gguf_keys=LAYER_NORM_GGUF,
     ignored=r"(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias",
     describe=describe,
     describe_gguf=describe_gguf,

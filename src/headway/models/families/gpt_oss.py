@@ -48,7 +48,7 @@ def _gate_up(role: str, *, bias: bool) -> Cut:
 
     def take(tensor: Any, c: ModelConfig) -> Any:
         own = tensor[..., 0 if role == "gate" else 1 :: 2]
-        return own if bias else own.transpose(1, 2)
+        return own if bias else own.swapaxes(1, 2)
 
     def shape(c: ModelConfig) -> tuple[int, ...]:
         count, both = c.description.experts.count, 2 * c.intermediate_size  # type: ignore[union-attr]
@@ -82,7 +82,7 @@ FAMILY = Family(
         "expert_up": _gate_up("up", bias=False),
         "expert_gate_bias": _gate_up("gate", bias=True),
         "expert_up_bias": _gate_up("up", bias=True),
-        "expert_down": Cut("mlp.experts.down_proj", _down, lambda tensor, c: tensor.transpose(1, 2)),
+        "expert_down": Cut("mlp.experts.down_proj", _down, lambda tensor, c: tensor.swapaxes(1, 2)),
         "expert_down_bias": "mlp.experts.down_proj_bias",
     },
     gguf_parts={"mlp_norm": "post_attention_norm.weight"},

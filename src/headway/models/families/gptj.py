@@ -9,6 +9,7 @@ from headway.base.errors import BadModelFile
 from headway.kernels.host.rope import Rope
 from headway.models.description import Description
 from headway.models.families.family import Family
+from headway.models.families.gpt2 import KEYS
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -40,15 +41,7 @@ FAMILY = Family(
     inner=4,
     eps=1e-5,
     interleaved_hf=True,
-    keys={
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "num_key_value_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "intermediate_size": "n_inner",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
+    keys=KEYS,
     ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
     describe=describe,
     parts={

@@ -25,7 +25,9 @@ def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelCo
     return replace(config, description=replace(gguf_multipliers(keys), experts=gguf_experts(keys, config)))
 
 
-def _half(first: bool) -> Cut:
+def expert_half(first: bool) -> Cut:
+    """The gates, or the ups, of all experts."""
+
     def take(tensor: Any, c: ModelConfig) -> Any:
         return tensor[:, : c.intermediate_size] if first else tensor[:, c.intermediate_size :]
 
@@ -50,8 +52,8 @@ FAMILY = Family(
     describe_gguf=describe_gguf,
     parts={
         "router": "block_sparse_moe.router.layer.weight",
-        "expert_gate": _half(True),
-        "expert_up": _half(False),
+        "expert_gate": expert_half(True),
+        "expert_up": expert_half(False),
         "expert_down": "block_sparse_moe.output_linear.weight",
     },
 )

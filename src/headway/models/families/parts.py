@@ -30,7 +30,7 @@ def _stacked(name: str, roles: tuple[str, ...], role: str, transposed: bool) -> 
         return tensor[first : first + _rows(role, c)]
 
     def weight(tensor: Any, c: ModelConfig) -> Any:
-        return own(tensor.t() if transposed else tensor, c)
+        return own(tensor.T if transposed else tensor, c)
 
     return Cut(f"{name}.weight", shape, weight), Cut(f"{name}.bias", lambda c: (rows(c),), own)
 
@@ -41,8 +41,9 @@ def grouped(name: str) -> dict[str, Part]:
     for role, place in (("q", slice(0, -2)), ("k", slice(-2, -1)), ("v", slice(-1, None))):
 
         def take(tensor: Any, c: ModelConfig, place: slice = place) -> Any:
-            groups = tensor.unflatten(0, (c.kv_heads, c.heads // c.kv_heads + 2, c.head_dim))
-            return groups[:, place].flatten(0, 2)
+            rest = tensor.shape[1:]
+            groups = tensor.reshape(c.kv_heads, c.heads // c.kv_heads + 2, c.head_dim, *rest)
+            return groups[:, place].reshape(-1, *rest)
 
         def rows(c: ModelConfig) -> int:
             return (c.heads + 2 * c.kv_heads) * c.head_dim
@@ -59,7 +60,7 @@ def transposed(name: str, role: str) -> dict[str, Part]:
         sizes = {"o": (c.heads * c.head_dim, c.hidden_size), "up": (c.hidden_size, c.intermediate_size)}
         return sizes.get(role, (c.intermediate_size, c.hidden_size))
 
-    return {role: Cut(f"{name}.weight", shape, lambda tensor, c: tensor.t()), f"{role}_bias": f"{name}.bias"}
+    return {role: Cut(f"{name}.weight", shape, lambda tensor, c: tensor.T), f"{role}_bias": f"{name}.bias"}
 
 
 def _rows(role: str, c: ModelConfig) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headway.models.description import Description
-from headway.models.families.family import Each, Family
+from headway.models.families.family import LAYER_NORM_GGUF, Each, Family
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ FAMILY = Family(
     partial=0.25,
     eps=1e-5,
     keys={"rms_norm_eps": "layer_norm_eps"},
-    gguf_keys={"attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon"},
+    gguf_keys=LAYER_NORM_GGUF,
     describe=describe,
     describe_gguf=describe_gguf,
     parts={

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headway.models.description import Description
-from headway.models.families.family import Family
+from headway.models.families.family import LAYER_NORM_GGUF, Family
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ FAMILY = Family(
     eps=1e-5,
     tied=True,
     keys={"rms_norm_eps": "norm_epsilon"},
-    gguf_keys={"attention.layer_norm_rms_epsilon": "attention.layer_norm_epsilon"},
+    gguf_keys=LAYER_NORM_GGUF,
     describe=describe,
     describe_gguf=describe_gguf,
     parts={"up": "mlp.c_fc.weight", "down": "mlp.c_proj.weight"},

@@ -7,6 +7,7 @@ adding in the same order; another dtype is that value rounded once. It never rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from types import MappingProxyType
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, Unsupported
+from headway.kernels.host.quantized import FP4
+from headway.models.files.blocks import IQ4_VALUES, decode_blocks
+from headway.models.files.codebooks import CODEBOOK_KINDS
 from headway.models.files.gguf import KINDS
 
 CHUNK_VALUES = 1 << 18  # values decoded at once: the temporaries of a chunk stay within a few MiB
@@ -52,7 +56,7 @@ def decode(kind: str, raw: Tensor) -> Tensor:
     """The numbers in whole blocks of stored bytes, flat: floats as they are stored, anything else in float32."""
     if kind in FLOATS:
         return as_floats(raw, FLOATS[kind])
-    return _DECODERS[kind](raw.view(-1, KINDS[kind].nbytes)).view(-1)
+    return _decoder(kind)(raw.view(-1, KINDS[kind].nbytes)).view(-1)
 
 
 def convert_floats(raw: Tensor, stored: torch.dtype, out: Tensor) -> None:
@@ -62,7 +66,7 @@ def convert_floats(raw: Tensor, stored: torch.dtype, out: Tensor) -> None:
 
 
 def _decode_blocks(kind: str, raw: Tensor, out: Tensor) -> None:
-    block_format, decoder = KINDS[kind], _DECODERS[kind]
+    block_format, decoder = KINDS[kind], _decoder(kind)
     step = CHUNK_VALUES // block_format.block
     for part, target in zip(
         raw.view(-1, block_format.nbytes).split(step), out.view(-1).split(step * block_format.block)
@@ -137,6 +141,12 @@ def _q5_1(blocks: Tensor) -> Tensor:
     return (low | (high << 4)).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    doubled = torch.tensor(FP4, dtype=torch.float32, device=blocks.device) - FP4[0]  # the scale takes half
+    scale = torch.exp2(blocks[:, :1].double() - 128).float()
+    return doubled[planes(blocks[:, 1:], group=16, bits=4).int()].mul_(scale)
+
+
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
     scale = (scales & 15).float() * half(blocks, 80)  # [B, 16]
@@ -170,6 +180,33 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _by_group((low | (high << 4)).float().sub_(32), scale)
 
 
+def _iq4(quants: Tensor) -> Tensor:
+    return torch.from_numpy(IQ4_VALUES).to(quants.device)[quants.long()].float()
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _iq4(planes(blocks[:, 2:], group=16, bits=4)).mul_(half(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    low, high = planes(blocks[:, 4:8], group=1, bits=4), planes(blocks[:, 2:4], group=1, bits=2)
+    scale = (low | (high << 4)).float().sub_(32) * half(blocks, 0)  # [B, 8]
+    return _by_group(_iq4(planes(blocks[:, 8:], group=16, bits=4)), scale)
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    digits = []
+    for start, stop, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = 3 ** torch.arange(count, device=blocks.device)
+        shifted = (blocks[:, None, start:stop].int() * powers.int()[:, None]) & 255  # what is before the digit goes
+        digits.append(((shifted * 3) >> 8).flatten(1))
+    return torch.cat(digits, 1).float().sub_(1).mul_(half(blocks, 52))
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    return planes(blocks[:, :64], group=32, bits=2).float().sub_(1).mul_(half(blocks, 64))
+
+
 _DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "Q8_0": _q8_0,
@@ -182,8 +219,23 @@ _DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "Q4_K": _q4_k,
         "Q5_K": _q5_k,
         "Q6_K": _q6_k,
+        "MXFP4": _mxfp4,
+        "IQ4_NL": _iq4_nl,
+        "IQ4_XS": _iq4_xs,
+        "TQ1_0": _tq1_0,
+        "TQ2_0": _tq2_0,
     }
 )
+
+
+def _decoder(kind: str) -> Callable[[Tensor], Tensor]:
+    return _DECODERS.get(kind) or partial(_on_host, kind)
+
+
+def _on_host(kind: str, blocks: Tensor) -> Tensor:
+    """Blocks of a kind with a codebook, which numpy decodes."""
+    assert kind in CODEBOOK_KINDS
+    return torch.from_numpy(decode_blocks(kind, blocks.cpu().numpy())).to(blocks.device)
 
 
 def half(blocks: Tensor, at: int) -> Tensor:

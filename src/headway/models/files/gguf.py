@@ -14,22 +14,22 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import NoReturn
+from types import MappingProxyType
+from typing import NoReturn, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from headway.base.closing import Closing
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Closed, UnsupportedModel
-from headway.base.gc_paused import gc_paused
+from headway.base.system.gc_paused import gc_paused
 from headway.base.text import short_repr
+from headway.kernels.native.bpe import strings_size
 from headway.models.files.mapped import Span, identified_map, unmap
-
-MetaValue = str | int | float | bool | list[str] | list[int] | list[float] | list[bool]
 
 VERSIONS = (2, 3)
 MAX_HEADER = 128 << 20  # bytes; the largest vocabularies in use take about 10 MiB
@@ -39,6 +39,7 @@ MAX_NAME = 65_535  # bytes, the format's own limit for a key
 MAX_DIMS = 4
 ALIGNMENTS = (8, 65_536)  # powers of two between these
 DEFAULT_ALIGNMENT = 32
+MANY_STRINGS = 1024  # an array of as many stays as it lies
 
 _SMALLEST_KEY = 8 + 1 + 4 + 1  # a one-letter name, a type, a one-byte value
 _SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
@@ -67,6 +68,19 @@ KINDS: Mapping[str, BlockFormat] = MappingProxyType(
         "Q4_K": BlockFormat(256, 144),
         "Q5_K": BlockFormat(256, 176),
         "Q6_K": BlockFormat(256, 210),
+        "MXFP4": BlockFormat(32, 17),
+        "IQ4_NL": BlockFormat(32, 18),
+        "IQ4_XS": BlockFormat(256, 136),
+        "TQ1_0": BlockFormat(256, 54),
+        "TQ2_0": BlockFormat(256, 66),
+        "IQ1_S": BlockFormat(256, 50),
+        "IQ1_M": BlockFormat(256, 56),
+        "IQ2_XXS": BlockFormat(256, 66),
+        "IQ2_XS": BlockFormat(256, 74),
+        "IQ2_S": BlockFormat(256, 82),
+        "IQ3_XXS": BlockFormat(256, 98),
+        "IQ3_S": BlockFormat(256, 110),
+        "NVFP4": BlockFormat(64, 36),
     }
 )
 
@@ -76,14 +90,50 @@ _TYPE_NAMES = {
     **dict(enumerate(("Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), 6)),
     **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), 16)),
     **dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 24)),
-    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
+TYPE_NUMBERS: Mapping[str, int] = MappingProxyType({name: number for number, name in _TYPE_NAMES.items()})
 
 _SCALARS = {  # value type → little-endian numpy type
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
 }
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+class Strings(Sequence[str]):
+    """Many strings as they lie in the file, checked to be UTF-8; they become Python's when one is asked for."""
+
+    def __init__(self, raw: bytes, count: int) -> None:
+        self.raw, self._length = raw, count
+        self._items: list[str] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self.tolist()[index]
+
+    def tolist(self) -> list[str]:
+        """All of them."""
+        if self._items is None:
+            self._items = [self.raw[start:stop].decode() for start, stop in self._places()]
+        return self._items
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        stop = 0
+        for _ in range(self._length):
+            start = stop + 8
+            stop = start + _U64.unpack_from(self.raw, stop)[0]
+            yield start, stop
+
+
+MetaValue = str | int | float | bool | list[str] | Strings | list[int] | list[float] | list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +158,7 @@ class Header:
 _headers: WeakValueDictionary[tuple[int, ...], Header] = WeakValueDictionary()  # headers in use, by file
 
 
-class GgufFile:
+class GgufFile(Closing):
     """An open GGUF file. Views from `raw` keep the memory map alive, so they may outlive `close()`."""
 
     def __init__(self, path: Path, data: mmap.mmap, header: Header) -> None:
@@ -146,27 +196,29 @@ class GgufFile:
             raise BadModelFile(f"{self.path} has no tensor {name!r}; it has {len(self.tensors)} others")
         return Span(self._data, tensor.offset, tensor.nbytes)
 
+    def raw_metadata(self) -> Iterator[tuple[str, bytes]]:
+        """Every key, with the bytes of its name, type and value in the file, in order."""
+        if self._data is None:
+            raise Closed(f"{self.path} is closed; open it again to read its metadata")
+        cursor = _Cursor(self.path, self._data)
+        cursor.skip(16, "the header")
+        for _ in range(cursor.count("the metadata key count", _SMALLEST_KEY, MAX_VALUES)):
+            start = cursor.pos
+            key = cursor.name("a metadata key")
+            _read_value(cursor, "a metadata value")
+            yield key, self._data[start : cursor.pos]
+
     def close(self) -> None:
         """Release the map, now or with the last view of it. Closing twice is fine."""
         data, self._data = self._data, None
         if data is not None:
             unmap(data)
 
-    def __enter__(self) -> GgufFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 def read_header(path: Path) -> Header:
     """The header of a file. While it is held, opening the file again does not parse it again."""
     with gc_paused(), GgufFile.open(path) as file:
         return file.header
-
-
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
 
 
 class _Cursor:
@@ -276,7 +328,7 @@ def _read_value(cursor: _Cursor, what: str) -> MetaValue:
     return _read_scalars(cursor, what, kind, 1)[0]
 
 
-def _read_array(cursor: _Cursor, what: str) -> list[str] | list[int] | list[float] | list[bool]:
+def _read_array(cursor: _Cursor, what: str) -> list[str] | Strings | list[int] | list[float] | list[bool]:
     kind = cursor.u32(f"the item type of {what}")
     if kind == _ARRAY:
         cursor.fail(f"{what} is an array of arrays (item type {_ARRAY}); items must be numbers, booleans or strings")
@@ -286,7 +338,12 @@ def _read_array(cursor: _Cursor, what: str) -> list[str] | list[int] | list[floa
     return _read_strings(cursor, what, count) if kind == _STRING else _read_scalars(cursor, what, kind, count)
 
 
-def _read_strings(cursor: _Cursor, what: str, count: int) -> list[str]:
+def _read_strings(cursor: _Cursor, what: str, count: int) -> list[str] | Strings:
+    if count >= MANY_STRINGS:
+        size = strings_size(np.frombuffer(cursor.data, np.uint8, cursor.end - cursor.pos, cursor.pos), count)
+        if size is not None:  # otherwise what is wrong is found below
+            start = cursor.skip(size, what)
+            return Strings(cursor.data[start : cursor.pos], count)
     # A vocabulary has some 100,000 of these: the loop keeps to locals, and reports through the cursor only on failure.
     data, pos, end, length_at = cursor.data, cursor.pos, cursor.end, _U64.unpack_from
     items: list[str] = []

@@ -12,11 +12,11 @@ import os
 import platform
 import stat
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, HeadwayError, ModelNotFound
 from headway.base.text import short_repr
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile
 from headway.base.text import short_repr
 from headway.models.files.mapped import map_file

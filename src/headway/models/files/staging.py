@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.models.files.dequant import FLOATS, decode, may_overflow, store
 from headway.models.files.gguf import KINDS, BlockFormat

@@ -11,20 +11,25 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from headway.base.closing import Closing
 from headway.base.errors import BadModelFile, Closed, InvalidInput, ModelNotFound, Unsupported
+from headway.base.files import read_json
 from headway.base.text import short_repr
 from headway.models.files.blocks import FLOATS, dequantize, stored_floats
 from headway.models.files.gguf import GgufFile
 from headway.models.files.mapped import Span, map_file, unmap
+from headway.models.files.quantization import read_scheme
 from headway.models.files.safetensors import INDEX, SINGLE, Entry, read_entries, read_index
 
 if TYPE_CHECKING:
     import torch
+
+    from headway.models.files.mxfp4_folder import Mxfp4Folder
+    from headway.models.files.quantized_folder import QuantizedFolder
 
 
 class Weights(Protocol):
@@ -71,11 +76,14 @@ class Weights(Protocol):
         ...
 
 
-def open_weights(path: str | os.PathLike[str]) -> SafetensorsWeights | GgufWeights:
-    """The weights in a folder of safetensors, or in a GGUF file."""
+Folder: TypeAlias = "SafetensorsWeights | QuantizedFolder | Mxfp4Folder"
+
+
+def open_weights(path: str | os.PathLike[str]) -> Folder | GgufWeights:
+    """The weights in a folder of safetensors, quantized or not, or in a GGUF file."""
     where = Path(path)
     if os.path.isdir(where):
-        return SafetensorsWeights(where)
+        return _open_folder(where)
     if where.suffix == ".safetensors":
         raise InvalidInput(f"{where} is one file of a model; pass its folder, {where.parent}, with the config in it")
     if where.suffix.lower() != ".gguf" and os.path.isfile(where) and not _starts_as_gguf(where):
@@ -88,6 +96,19 @@ def open_weights(path: str | os.PathLike[str]) -> SafetensorsWeights | GgufWeigh
         raise
 
 
+def _open_folder(folder: Path) -> Folder:
+    scheme = read_scheme(read_json(folder / "config.json"))
+    if scheme is None:
+        return SafetensorsWeights(folder)
+    if scheme.form == "mxfp4":
+        from headway.models.files.mxfp4_folder import Mxfp4Folder
+
+        return Mxfp4Folder(SafetensorsWeights(folder))
+    from headway.models.files.quantized_folder import QuantizedFolder
+
+    return QuantizedFolder(SafetensorsWeights(folder), scheme)
+
+
 def _starts_as_gguf(path: Path) -> bool:
     # Files in the hub's cache are named by their hash.
     try:
@@ -97,7 +118,7 @@ def _starts_as_gguf(path: Path) -> bool:
         raise BadModelFile(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-class GgufWeights:
+class GgufWeights(Closing):
     """The tensors of an open GGUF file, which it closes."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -138,14 +159,8 @@ class GgufWeights:
     def close(self) -> None:
         self.file.close()
 
-    def __enter__(self) -> GgufWeights:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-class SafetensorsWeights:
+class SafetensorsWeights(Closing):
     """The tensors of a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
     If both exist the single file is used, as Hugging Face does. `single` is its name.
@@ -187,25 +202,24 @@ class SafetensorsWeights:
 
     def span(self, name: str) -> Span:
         entry = _find(self._entries, name, self.folder)
-        if self._closed:
-            raise Closed(f"the weights of {self.folder} are closed; open them again to load {name!r}")
-        if entry.dtype not in FLOATS:
+        if entry.dtype not in FLOATS and not self._closed:
             raise Unsupported(
                 f"{entry.file}: tensor {name!r} is stored as {entry.dtype}; "
                 f"Headway loads weights stored as {', '.join(FLOATS)}"
             )
+        return self.any_span(name)
+
+    def any_span(self, name: str) -> Span:
+        """The location of a tensor of any type."""
+        entry = _find(self._entries, name, self.folder)
+        if self._closed:
+            raise Closed(f"the weights of {self.folder} are closed; open them again to load {name!r}")
         return Span(self._maps[entry.file], entry.offset, entry.nbytes)
 
     def close(self) -> None:
         self._closed = True
         while self._maps:
             unmap(self._maps.popitem()[1])
-
-    def __enter__(self) -> SafetensorsWeights:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def _read(self) -> None:
         if os.path.exists(self.folder / self._single):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+
+from headway.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

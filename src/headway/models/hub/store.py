@@ -11,21 +11,22 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from headway.base.config import settings
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, ModelError, ModelNotFound, WrongType
-from headway.base.notebook import NotebookBar, in_notebook
-from headway.base.text import format_bytes
+from headway.base.system.notebook import NotebookBar, in_notebook
+from headway.base.text import format_bytes, shorten
 from headway.models.hub.registry import KNOWN, KnownModel, is_hub_id, nearby
 
 if TYPE_CHECKING:
     from headway.models.hub.fetch import FetchProgress
 
 SOURCE_NOTE = "source.txt"
+LONGEST_NAME = 255  # characters of a name in a message
 
 
 @dataclass(frozen=True)
@@ -55,22 +56,21 @@ def resolve(
     if not isinstance(model, str | os.PathLike):
         raise WrongType(f"the model is {model!r:.60}; it must be a name, a folder, a .gguf file or a hub id")
     text = str(model)
-    progress = progress or _default_progress()
     if isinstance(model, str) and text in KNOWN:
         known = KNOWN[text]
         if is_installed(known):
             return model_path(known)
-        return _fetched(text, progress, download)
+        return _fetched(text, progress or _default_progress(), download)
     path = Path(model).expanduser()
-    if text.strip() and _is_there(path):
+    if text.strip() and is_on_disk(path):
         return _checked_path(path)
     if isinstance(model, str) and is_hub_id(text):
         folder = _hub_folder(text, revision)
         if folder.is_dir():
             return folder
         if download and (revision is not None or token is not None):
-            return _pull_repo(text, progress, revision, token)
-        return _fetched(text, progress, download)
+            return _pull_repo(text, progress or _default_progress(), revision, token)
+        return _fetched(text, progress or _default_progress(), download)
     raise _not_found(text)
 
 
@@ -78,10 +78,11 @@ def _default_progress() -> FetchProgress:
     return NotebookBar(lambda count: format_bytes(count, 1000)) if in_notebook() else _fetch().silent
 
 
-def _is_there(path: Path) -> bool:
+def is_on_disk(path: Path) -> bool:
+    """Whether there is a file or folder `path`; False for a name that none can have."""
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name that no file can have: too long, or with a zero byte
+    except (OSError, ValueError):  # too long, or with a zero byte
         return False
 
 
@@ -91,7 +92,7 @@ def pull(model: str, *, progress: FetchProgress | None = None) -> Path:
         return pull_known(KNOWN[model], progress=progress)
     if is_hub_id(model):
         return _pull_repo(model, progress or _default_progress())
-    if Path(model).expanduser().exists():
+    if is_on_disk(Path(model).expanduser()):
         raise InvalidInput(f"{model!r} is already on this disk; pass it with --model, there is nothing to pull")
     raise _not_found(model)
 
@@ -122,7 +123,7 @@ def list_models() -> list[StoredModel]:
 def remove(name: str) -> int:
     """Delete a model from the cache; returns the bytes freed."""
     if name not in KNOWN and not is_hub_id(name):
-        if Path(name).expanduser().exists():
+        if is_on_disk(Path(name).expanduser()):
             raise InvalidInput(f"{name!r} is not in Headway's cache; only models that were pulled can be removed")
         raise _not_found(name)
     folder = path_of(KNOWN[name]).parent if name in KNOWN else _hub_folder(name)
@@ -199,8 +200,8 @@ def _not_found(text: str) -> ModelNotFound:
     close = nearby(text)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return ModelNotFound(
-        f"there is no model {text!r}: it is neither a known name ({', '.join(sorted(KNOWN))}), an existing folder or "
-        f".gguf file, nor a hub id like org/name{hint}"
+        f"there is no model {shorten(repr(text), LONGEST_NAME)}: it is neither a known name "
+        f"({', '.join(sorted(KNOWN))}), an existing folder or .gguf file, nor a hub id like org/name{hint}"
     )
 
 

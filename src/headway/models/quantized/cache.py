@@ -16,26 +16,27 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headway.base.arrays import LINE
-from headway.base.log import LOGGER
+from headway.base.dataclass import dataclass
+from headway.base.system.log import LOGGER
 from headway.base.text import format_bytes
 from headway.kernels.host.quantized import QuantizedMatrix
 from headway.models.config import ModelConfig
 from headway.models.files.weights import Weights
-from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.cpu import ALL_MATRICES, VECTORS, QuantizedDecoder, QuantizedLayer
 
-VERSION = 2  # of this format, and of what repacking makes
+VERSION = 3  # of this format, and of what repacking makes
 MAGIC = b"headway weights\n"
 LEAST = 16 << 20  # bytes of a model that is worth a file
 CHUNK = 1 << 16  # bytes that share a sum
 _LOG = logging.getLogger(LOGGER)
-NORMS = ("input_norm", "mlp_norm", "q_norm", "k_norm")
+OUTER = ("final_norm", "inv_freq", "final_norm_bias", "positions")
 
 
 class DamagedCache(ValueError):
@@ -65,7 +66,7 @@ class WeightCache:
         return None
 
     def store(self, key: str, decoder: QuantizedDecoder) -> None:
-        """Keep a decoder for the next time; one that cannot be kept is no error."""
+        """Keep a decoder for the next time; that one cannot be kept is not an error."""
         size = sum(array.nbytes for array in decoder.arrays())
         if not LEAST <= size <= self.limit:
             return
@@ -126,18 +127,19 @@ def _matrices(decoder: QuantizedDecoder) -> Iterator[tuple[str, QuantizedMatrix]
     if decoder.output is not decoder.embedding:
         yield "output", decoder.output
     for i, layer in enumerate(decoder.layers):
-        for field in fields(layer):
-            if field.name not in NORMS:
-                yield f"{i}.{field.name}", getattr(layer, field.name)
+        for name in ALL_MATRICES:
+            if (matrix := getattr(layer, name)) is not None:
+                yield f"{i}.{name}", matrix
 
 
 def _vectors(decoder: QuantizedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    yield "final_norm", decoder.final_norm
-    yield "inv_freq", decoder.inv_freq
+    for name in OUTER:
+        if (vector := getattr(decoder, name)) is not None:
+            yield name, vector
     for i, layer in enumerate(decoder.layers):
-        for name in NORMS:
-            if (norm := getattr(layer, name)) is not None:
-                yield f"{i}.{name}", norm
+        for name in VECTORS:
+            if (vector := getattr(layer, name)) is not None:
+                yield f"{i}.{name}", vector
 
 
 def _rebuilt(
@@ -145,19 +147,16 @@ def _rebuilt(
 ) -> QuantizedDecoder:
     layers = []
     for i in range(config.layers):
-        parts: dict[str, Any] = {}
-        for field in fields(QuantizedLayer):
-            name = f"{i}.{field.name}"
-            parts[field.name] = vectors.get(name) if field.name in NORMS else matrices[name]
+        parts: dict[str, Any] = {name: matrices.get(f"{i}.{name}") for name in ALL_MATRICES}
+        parts |= {name: vectors.get(f"{i}.{name}") for name in VECTORS}
         layers.append(QuantizedLayer(**parts))
     embedding = matrices["embedding"]
     return QuantizedDecoder(
         config=config,
         embedding=embedding,
         layers=tuple(layers),
-        final_norm=vectors["final_norm"],
         output=matrices.get("output", embedding),
-        inv_freq=vectors["inv_freq"],
+        **{name: vectors[name] for name in OUTER if name in vectors},
     )
 
 

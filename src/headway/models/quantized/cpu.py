@@ -3,59 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 
-from headway.base.arrays import aligned, from_tensor, widen
-from headway.base.device import CPU, Device
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
-from headway.kernels.host.quantized import QuantizedMatrix, interleave_floats
+from headway.base.system.device import CPU, Device
+from headway.kernels.host.quantized import LANES, QuantizedMatrix
 from headway.models.any_decoder import AnyDecoder
 from headway.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from headway.models.decoder import Decoder
-    from headway.models.layers import DecoderLayer, Linear
+from headway.models.weights.shapes import layer_shapes
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+EXPERT_MATRICES = ("router", "expert_gate", "expert_up", "expert_down")
+SHARED_MATRICES = ("shared_gate", "shared_up", "shared_down", "shared_router")
+LATENT_MATRICES = ("q_down", "q_up", "kv_down", "key_up", "value_up")
+MIXER_MATRICES = ("attention_gate", "mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate", "mix_out")
+ALL_MATRICES = MATRICES + EXPERT_MATRICES + SHARED_MATRICES + LATENT_MATRICES + MIXER_MATRICES
+NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm")
+VECTORS = (*NORMS, *(f"{norm}_bias" for norm in NORMS), "q_norm", "k_norm", "sinks")
+VECTORS += ("q_down_norm", "kv_down_norm", "router_correction")
+VECTORS += ("conv", "conv_bias", "step_bias", "rate", "skip", "mix_norm")
+PHASES = {"o": "output projection", "mix_out": "output projection"}
+PHASES |= dict.fromkeys(("q", "k", "v", "q_norm", "k_norm", "q_down_norm", "kv_down_norm"), "qkv")
+PHASES |= dict.fromkeys((*LATENT_MATRICES, *MIXER_MATRICES[:-1]), "qkv") | dict.fromkeys(VECTORS[-6:], "qkv")
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedLayer:
-    """The weights of one layer; norms in float32."""
+    """The weights of one layer by role, None for what it does not have (see `models.shapes`).
 
-    input_norm: np.ndarray
-    mlp_norm: np.ndarray
-    q_norm: np.ndarray | None
-    k_norm: np.ndarray | None
-    q: QuantizedMatrix
-    k: QuantizedMatrix
-    v: QuantizedMatrix
-    o: QuantizedMatrix
-    gate: QuantizedMatrix
-    up: QuantizedMatrix
-    down: QuantizedMatrix
+    Norms are in float32; their weights never count from 1, whatever the file has. A matrix of experts has the rows of
+    one after the other, each expert's padded to whole blocks of 16; those of heads lie the same way.
+    """
+
+    q: QuantizedMatrix | None = None
+    k: QuantizedMatrix | None = None
+    v: QuantizedMatrix | None = None
+    o: QuantizedMatrix | None = None
+    gate: QuantizedMatrix | None = None
+    up: QuantizedMatrix | None = None
+    down: QuantizedMatrix | None = None
+    router: QuantizedMatrix | None = None
+    expert_gate: QuantizedMatrix | None = None
+    expert_up: QuantizedMatrix | None = None
+    expert_down: QuantizedMatrix | None = None
+    shared_gate: QuantizedMatrix | None = None
+    shared_up: QuantizedMatrix | None = None
+    shared_down: QuantizedMatrix | None = None
+    shared_router: QuantizedMatrix | None = None
+    q_down: QuantizedMatrix | None = None
+    q_up: QuantizedMatrix | None = None
+    kv_down: QuantizedMatrix | None = None
+    key_up: QuantizedMatrix | None = None
+    value_up: QuantizedMatrix | None = None
+    attention_gate: QuantizedMatrix | None = None
+    mix_in: QuantizedMatrix | None = None
+    mix_qkv: QuantizedMatrix | None = None
+    mix_beta: QuantizedMatrix | None = None
+    mix_step: QuantizedMatrix | None = None
+    mix_gate: QuantizedMatrix | None = None
+    mix_out: QuantizedMatrix | None = None
+    input_norm: np.ndarray | None = None
+    mlp_norm: np.ndarray | None = None
+    post_attention_norm: np.ndarray | None = None
+    post_mlp_norm: np.ndarray | None = None
+    input_norm_bias: np.ndarray | None = None
+    mlp_norm_bias: np.ndarray | None = None
+    post_attention_norm_bias: np.ndarray | None = None
+    post_mlp_norm_bias: np.ndarray | None = None
+    q_norm: np.ndarray | None = None
+    k_norm: np.ndarray | None = None
+    sinks: np.ndarray | None = None  # [H]
+    q_down_norm: np.ndarray | None = None
+    kv_down_norm: np.ndarray | None = None
+    router_correction: np.ndarray | None = None  # [X]
+    conv: np.ndarray | None = None  # [channels, taps]
+    conv_bias: np.ndarray | None = None
+    step_bias: np.ndarray | None = None
+    rate: np.ndarray | None = None
+    skip: np.ndarray | None = None
+    mix_norm: np.ndarray | None = None
 
     def matrices(self) -> list[QuantizedMatrix]:
-        return [getattr(self, name) for name in MATRICES]
+        return [w for name in ALL_MATRICES if (w := getattr(self, name)) is not None]
 
-    def check(self, at: str, c: ModelConfig) -> None:
+    def vectors(self) -> list[np.ndarray]:
+        return [v for name in VECTORS if (v := getattr(self, name)) is not None]
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of its weights, by phase."""
+        size = {"norm": 0, "qkv": 0, "output projection": 0, "feed-forward": 0}
+        for name in ALL_MATRICES + VECTORS:
+            if (weight := getattr(self, name)) is not None:
+                size[PHASES.get(name, "norm" if name in VECTORS else "feed-forward")] += weight.nbytes
+        return size
+
+    def check(self, at: str, c: ModelConfig, layer: int) -> None:
         """Raise for a weight that does not fit the config; `at` goes before its name."""
-        e, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
-        for name, shape in zip(MATRICES, shapes, strict=True):
-            _check_matrix(at + name, getattr(self, name), shape)
-        _check_floats(f"{at}input_norm", self.input_norm, e)
-        _check_floats(f"{at}mlp_norm", self.mlp_norm, e)
+        shapes = layer_shapes(c, layer)
         if (self.q_norm is None) != (self.k_norm is None):
             raise InvalidInput(f"the layer {at[:-1]!r} has a norm for one of q and k; both or none are needed")
-        if self.q_norm is not None and self.k_norm is not None:
-            _check_floats(f"{at}q_norm", self.q_norm, c.head_dim)
-            _check_floats(f"{at}k_norm", self.k_norm, c.head_dim)
+        if self.q_norm is not None:  # a layer may have norms that its config does not speak of
+            shapes = {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,), **shapes}
+        for name in ALL_MATRICES + VECTORS:
+            weight, shape = getattr(self, name), shapes.get(name)
+            if (weight is None) != (shape is None):
+                what = "is missing" if weight is None else "is not one that this config has"
+                raise InvalidInput(f"the weight {at + name!r} {what}")
+            if weight is None or shape is None:
+                continue
+            if isinstance(weight, QuantizedMatrix):
+                _check_matrix(at + name, weight, interleaved_shape(shape))
+            else:
+                _check_floats(at + name, weight, *shape)
+
+
+def interleaved_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The rows and inputs of a matrix in the interleaved layout: those of experts are padded to whole blocks."""
+    *experts, n, k = shape
+    return (prod(experts) * (-(-n // LANES) * LANES) if experts else n), k
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +136,9 @@ class QuantizedDecoder(AnyDecoder):
     layers: tuple[QuantizedLayer, ...]
     final_norm: np.ndarray
     output: QuantizedMatrix  # [V, E]; the embedding itself when tied
-    inv_freq: np.ndarray
+    inv_freq: np.ndarray  # [rope dim / 2], or with a row for each layer where its description has ropes
+    final_norm_bias: np.ndarray | None = None
+    positions: np.ndarray | None = None  # [max positions, E]
 
     @property
     def device(self) -> Device:
@@ -80,18 +151,18 @@ class QuantizedDecoder(AnyDecoder):
 
     def nbytes(self) -> Mapping[str, int]:
         """Weight bytes that one forward reads, by phase."""
-        size = {"norm": self.final_norm.nbytes, "qkv": 0, "output projection": 0, "feed-forward": 0}
+        bias = 0 if self.final_norm_bias is None else self.final_norm_bias.nbytes
+        size = {"norm": self.final_norm.nbytes + bias, "qkv": 0, "output projection": 0, "feed-forward": 0}
         for layer in self.layers:
-            size["norm"] += layer.input_norm.nbytes + layer.mlp_norm.nbytes
-            size["qkv"] += layer.q.nbytes + layer.k.nbytes + layer.v.nbytes
-            size["qkv"] += sum(n.nbytes for n in (layer.q_norm, layer.k_norm) if n is not None)
-            size["output projection"] += layer.o.nbytes
-            size["feed-forward"] += layer.gate.nbytes + layer.up.nbytes + layer.down.nbytes
-        return {**size, "head": self.output.nbytes}
+            parts = layer.nbytes()
+            size = {phase: size[phase] + parts[phase] for phase in size}
+        return {**size, "head": self.output.nbytes, "embed": 0 if self.positions is None else self.positions.nbytes}
 
     def first_layers(self, count: int) -> QuantizedDecoder:
         """The first layers of the model, with its embedding and head."""
-        return replace(self, config=self.config.first_layers(count), layers=self.layers[:count])
+        few = self.config.first_layers(count)
+        inv_freq = self.inv_freq if self.inv_freq.ndim == 1 else self.inv_freq[:count]
+        return replace(self, config=few, layers=self.layers[:count], inv_freq=inv_freq)
 
     @property
     def row_quantization(self) -> str | None:
@@ -114,9 +185,14 @@ class QuantizedDecoder(AnyDecoder):
         _check_matrix("embedding", self.embedding, (c.vocab_size, e))
         _check_matrix("output", self.output, (c.vocab_size, e))
         _check_floats("final_norm", self.final_norm, e)
-        _check_floats("inv_freq", self.inv_freq, c.rope.dim // 2)
+        if self.final_norm_bias is not None:
+            _check_floats("final_norm_bias", self.final_norm_bias, e)
+        if self.positions is not None:
+            _check_floats("positions", self.positions, c.max_positions, e)
+        ropes = () if c.description.ropes is None else (c.layers,)
+        _check_floats("inv_freq", self.inv_freq, *ropes, c.rope.dim // 2)
         for i, layer in enumerate(self.layers):
-            layer.check(f"layers.{i}.", c)
+            layer.check(f"layers.{i}.", c, i)
 
     def formats(self) -> tuple[str, ...]:
         """The weight formats in use, most bytes first."""
@@ -127,52 +203,13 @@ class QuantizedDecoder(AnyDecoder):
 
     def arrays(self) -> list[np.ndarray]:
         """Every array, in a fixed order."""
-        arrays = [self.final_norm, self.inv_freq]
+        more = (self.final_norm_bias, self.positions)
+        arrays = [self.final_norm, self.inv_freq, *(t for t in more if t is not None)]
         for layer in self.layers:
-            arrays += [t for t in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
+            arrays += layer.vectors()
         for w in (self.embedding, self.output, *(w for layer in self.layers for w in layer.matrices())):
             arrays += w.arrays()
         return arrays
-
-
-def interleave_decoder(decoder: Decoder) -> QuantizedDecoder:
-    """A decoder's float weights in the interleaved layout, values unchanged."""
-    embedding = interleave_floats(from_tensor(decoder.embedding))
-    return QuantizedDecoder(
-        config=decoder.config,
-        embedding=embedding,
-        layers=tuple(_layer(layer, f"layers.{i}.") for i, layer in enumerate(decoder.layers)),
-        final_norm=_floats(decoder.final_norm),
-        output=embedding if decoder.output is decoder.embedding else interleave_floats(from_tensor(decoder.output)),
-        inv_freq=_floats(decoder.inv_freq),
-    )
-
-
-def _layer(layer: DecoderLayer, at: str) -> QuantizedLayer:
-    heads = [n * layer.head_dim for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
-    inner = layer.down.weight.shape[1]
-    parts: dict[str, QuantizedMatrix] = {}
-    for names, linear, rows in (
-        (("q", "k", "v"), layer.qkv, heads),
-        (("o",), layer.out, [len(layer.out.weight)]),
-        (("gate", "up"), layer.gate_up, [inner, inner]),
-        (("down",), layer.down, [len(layer.down.weight)]),
-    ):
-        _check_stack(at + "+".join(names), linear, sum(rows))
-        biases = [None] * len(rows) if linear.bias is None else linear.bias.split(rows)
-        for name, weight, bias in zip(names, linear.weight.split(rows), biases, strict=True):
-            parts[name] = interleave_floats(from_tensor(weight), None if bias is None else from_tensor(bias))
-    return QuantizedLayer(
-        input_norm=_floats(layer.input_norm),
-        mlp_norm=_floats(layer.mlp_norm),
-        q_norm=None if layer.q_norm is None else _floats(layer.q_norm),
-        k_norm=None if layer.k_norm is None else _floats(layer.k_norm),
-        **parts,
-    )
-
-
-def _floats(norm: Tensor) -> np.ndarray:
-    return aligned(widen(from_tensor(norm)))
 
 
 # -- checks before native code reads the weights ---------------------------------------------------------------------
@@ -185,20 +222,11 @@ def _check_matrix(name: str, w: QuantizedMatrix, shape: tuple[int, int]) -> None
         raise InvalidInput(f"the weight {name!r} cannot be used: {problem}")
 
 
-def _check_floats(name: str, norm: np.ndarray, size: int) -> None:
-    if not isinstance(norm, np.ndarray) or norm.shape != (size,) or norm.dtype != np.float32:
+def _check_floats(name: str, norm: np.ndarray, *shape: int) -> None:
+    if not isinstance(norm, np.ndarray) or norm.shape != shape or norm.dtype != np.float32:
         raise InvalidInput(
-            f"the weight {name!r} has shape {list(norm.shape)} in {norm.dtype}; an array [{size}] in float32 is needed"
+            f"the weight {name!r} has shape {list(norm.shape)} in {norm.dtype}; "
+            f"an array {list(shape)} in float32 is needed"
         )
     if not norm.flags.c_contiguous:
         raise InvalidInput(f"the weight {name!r} must be contiguous")
-
-
-def _check_stack(name: str, linear: Linear, rows: int) -> None:
-    """Raise unless a stacked matrix and its bias have as many rows as their parts."""
-    sizes = [len(linear.weight)] + ([] if linear.bias is None else [len(linear.bias)])
-    if linear.weight.ndim != 2 or any(size != rows for size in sizes):
-        has = [list(t.shape) for t in (linear.weight, linear.bias) if t is not None]
-        raise InvalidInput(
-            f"the weight {name!r} has shape {' and a bias of '.join(map(str, has))}; {rows} rows are needed"
-        )

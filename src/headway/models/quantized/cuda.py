@@ -17,8 +17,8 @@ from headway.base.errors import Unsupported
 from headway.kernels.triton.quantized import QuantKind, matmul, quantize
 from headway.models.decoder import Decoder
 from headway.models.layers import DecoderLayer
-from headway.models.load import LoadProgress
-from headway.models.load_tensors import load_model
+from headway.models.weights.load import LoadProgress
+from headway.models.weights.load_tensors import load_model
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 HEAD: QuantKind = "int8"

@@ -7,42 +7,89 @@ ordinary `Decoder` in float32, which differs by rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.host.quantized import QuantizedMatrix
 from headway.kernels.reference import ordered
 from headway.kernels.reference.ordered_matmul import OrderedMatrix
 from headway.kernels.reference.quantized import dequantize, dequantize_rows, tensor
+from headway.models.config import ModelConfig
 from headway.models.decoder import Attention, Decoder
-from headway.models.described import DescribedDecoder
+from headway.models.described import DescribedDecoder, DescribedLayer
+from headway.models.description import PLAIN, NormKind
+from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts
 from headway.models.layers import DecoderLayer, Linear, mapped
+from headway.models.quantized.cpu import NORMS as LAYER_NORMS
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.reference_kinds import OrderedLatentLayer, latent_parts, mixer_of
+from headway.models.variants.latent import LatentDecoder, LatentLayer
+from headway.models.variants.tempered import TemperedDecoder, TemperedLayer
 
+LAYER_VECTORS = (*LAYER_NORMS, *(f"{norm}_bias" for norm in LAYER_NORMS), "q_norm", "k_norm", "sinks")
 NORMS, MATRICES = ("input_norm", "mlp_norm", "q_norm", "k_norm"), ("qkv", "out", "gate_up", "down")
 
 
 def reference_decoder(model: QuantizedDecoder) -> Decoder:
     """The same model for the torch runner, on the CPU in float32. It takes four bytes for each weight."""
     model.check()
-    quantized = model.is_quantized
+    quantized, plain = model.is_quantized, model.config.description == PLAIN
     output: Any
     if quantized:
         embedding, output = model.embedding, OrderedMatrix.of(model.output)
     else:
         embedding = dequantize(model.embedding)
         output = embedding if model.output is model.embedding else dequantize(model.output)
-    return (OrderedDecoder if quantized else Decoder)(
-        config=model.config,
+    make, kind = (_layer if plain else _described_layer), _decoder_kind(model.config, quantized)
+    if quantized and not kind.ordered:
+        embedding = dequantize(model.embedding)
+    return kind(
+        config=_from_zero(model.config),
         embedding=embedding,  # type: ignore[arg-type]  # a quantized one is read by rows
-        layers=tuple(_layer(model, layer, quantized) for layer in model.layers),
+        layers=tuple(make(model, layer, quantized) for layer in model.layers),
         final_norm=tensor(model.final_norm),
         output=output,
-        inv_freq=tensor(model.inv_freq),
+        **({"inv_freq": tensor(model.inv_freq)} if plain else _described_parts(model, quantized)),
     )
+
+
+def _decoder_kind(config: ModelConfig, quantized: bool) -> Any:
+    """The class of the reference; where a recurrence is, sums do not all have an order."""
+    d = config.description
+    if d == PLAIN:
+        return OrderedDecoder if quantized else Decoder
+    if d.recurrence is not None:
+        from headway.models.variants.hybrid import HybridDecoder
+
+        return HybridDecoder
+    if d.latent is not None:
+        return OrderedLatentDecoder if quantized else LatentDecoder
+    if d.temperature is not None:
+        return OrderedTemperedDecoder if quantized else TemperedDecoder
+    return OrderedDescribedDecoder if quantized else DescribedDecoder
+
+
+def _from_zero(config: ModelConfig) -> ModelConfig:
+    """The config of a model whose norm weights do not count from 1."""
+    return replace(config, description=replace(config.description, norm=_norm_kind(config)))
+
+
+def _norm_kind(config: ModelConfig) -> NormKind:
+    return "rms" if config.description.norm == "rms+1" else config.description.norm
+
+
+def _described_parts(model: QuantizedDecoder, quantized: bool) -> dict[str, Any]:
+    """What a described decoder has besides layers; an ordered output matrix adds its own bias."""
+    rows, bias = tensor(model.inv_freq), model.output.bias
+    extras = {n: tensor(v) for n in ("final_norm_bias", "positions") if (v := getattr(model, n)) is not None}
+    if bias is not None and not quantized:
+        extras["output_bias"] = tensor(bias)
+    return {"inv_freq": rows if rows.ndim == 2 else rows.expand(model.config.layers, -1), **extras}
 
 
 def float_decoder(decoder: Decoder) -> Decoder:
@@ -125,6 +172,81 @@ class OrderedLayer(DecoderLayer):
         return ordered.gated_silu(gate_up)
 
 
+class OrderedDescribedDecoder(DescribedDecoder, OrderedDecoder):
+    """A described decoder whose sums all have a fixed order."""
+
+    def cos_sin(self, inv_freq: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return ordered.rotation(inv_freq, positions, scale)
+
+    def capped(self, logits: Tensor, cap: float | None) -> Tensor:
+        return ordered.capped(logits, cap)
+
+
+class OrderedLatentDecoder(LatentDecoder, OrderedDescribedDecoder):
+    """A decoder with latent attention whose sums all have a fixed order."""
+
+
+class OrderedTemperedDecoder(TemperedDecoder, OrderedDescribedDecoder):
+    """A decoder whose queries grow with their position, and whose sums all have a fixed order."""
+
+
+class OrderedDescribedLayer(DescribedLayer):
+    """A described layer whose sums all have a fixed order."""
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.description.norm == "layer":
+            return ordered.layer_norm(x, weight, bias, self.eps)
+        return ordered.rms_norm(x, weight, self.eps)
+
+    def activate(self, x: Tensor, kind: str, *, exact: bool) -> Tensor:
+        return ordered.activate(x, kind)
+
+
+class OrderedTemperedLayer(OrderedDescribedLayer, TemperedLayer):
+    """A layer without a rope whose sums all have a fixed order."""
+
+
+class OrderedExperts(ExpertWeights):
+    """Experts whose sums all have a fixed order."""
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return ordered.route(self.router(h), self.what.per_token, normalize=self.what.normalize)
+
+    def by_expert(self, rows: Tensor, matrices: Any, counts: list[int], tile: int | None) -> Tensor:
+        return torch.cat([matrices.each[i](part) for i, part in enumerate(rows.split(counts)) if len(part)])
+
+    def activate(self, x: Tensor, activation: str, exact: bool) -> Tensor:
+        return ordered.activate(x, activation)
+
+    def exp(self, x: Tensor) -> Tensor:
+        return ordered.exp(x)
+
+
+class OrderedGroupedExperts(OrderedExperts, GroupedExperts):
+    """Experts that are chosen by groups, whose sums all have a fixed order."""
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return ordered.route_by_groups(self.router(h), self.what.per_token, **self.routing())
+
+
+class OrderedWeightedExperts(OrderedExperts, InputWeightedExperts):
+    """Experts with weighted inputs whose sums all have a fixed order."""
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return InputWeightedExperts.route(self, h)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertMatrices:
+    """The matrices of each expert."""
+
+    each: tuple[StackedMatrices, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.each)
+
+
 @dataclass(frozen=True, eq=False)
 class StackedMatrices:
     """Matrices of one width, multiplied by the same rows; their outputs side by side."""
@@ -151,22 +273,114 @@ class StackedMatrices:
 def _layer(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) -> DecoderLayer:
     c, stack = model.config, StackedMatrices.of if quantized else _dense
     matrices: dict[str, Any] = {
-        "qkv": stack([layer.q, layer.k, layer.v]),
-        "out": stack([layer.o]),
-        "gate_up": stack([layer.gate, layer.up]),
-        "down": stack([layer.down]),
+        "qkv": stack([_given(layer.q), _given(layer.k), _given(layer.v)]),
+        "out": stack([_given(layer.o)]),
+        "gate_up": stack([_given(layer.gate), _given(layer.up)]),
+        "down": stack([_given(layer.down)]),
     }
     return (OrderedLayer if quantized else DecoderLayer)(
-        input_norm=tensor(layer.input_norm),
+        input_norm=tensor(_array(layer.input_norm)),
         q_norm=None if layer.q_norm is None else tensor(layer.q_norm),
         k_norm=None if layer.k_norm is None else tensor(layer.k_norm),
-        mlp_norm=tensor(layer.mlp_norm),
+        mlp_norm=tensor(_array(layer.mlp_norm)),
         heads=c.heads,
         kv_heads=c.kv_heads,
         head_dim=c.head_dim,
         eps=c.norm_eps,
         **matrices,
     )
+
+
+def _described_layer(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) -> DescribedLayer:
+    c, stack = model.config, StackedMatrices.of if quantized else _dense
+    vectors: dict[str, Any] = {n: None if (v := getattr(layer, n)) is None else tensor(v) for n in LAYER_VECTORS}
+    if vectors["input_norm"] is None:  # not used
+        vectors["input_norm"] = vectors["post_attention_norm"]
+    if vectors["mlp_norm"] is None:
+        vectors["mlp_norm"] = vectors["input_norm"] if c.description.one_norm else vectors["post_mlp_norm"]
+    feed_forward: dict[str, Any] = {}
+    if layer.router is None and layer.down is not None:
+        feed_forward["gate_up"] = stack([w for w in (layer.gate, layer.up) if w is not None])
+        feed_forward["down"] = stack([_given(layer.down)])
+    elif layer.router is not None:
+        feed_forward = _experts(model, layer, quantized)
+    none = Linear(torch.empty(0, 0))
+    if layer.router is None and layer.down is None:
+        feed_forward = {"gate_up": none, "down": none}
+    parts, make = _kind_of_layer(model, layer, stack, quantized)
+    if "qkv" not in parts:
+        parts["qkv"] = none if layer.q is None else stack([layer.q, _given(layer.k), _given(layer.v)])
+    return make(
+        out=none if layer.o is None else stack([layer.o]),
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        eps=c.norm_eps,
+        description=_from_zero(c).description,
+        **vectors,
+        **parts,
+        **feed_forward,
+    )
+
+
+def _kind_of_layer(
+    model: QuantizedDecoder, layer: QuantizedLayer, stack: Any, quantized: bool
+) -> tuple[dict[str, Any], Any]:
+    """What a layer has besides a described layer's parts, and its class."""
+    d = model.config.description
+    if d.recurrence is not None:
+        from headway.models.variants.hybrid import HybridLayer
+
+        parts: dict[str, Any] = {"mixer": None if layer.mix_out is None else mixer_of(model, layer, stack)}
+        return parts | {"attention_gate": layer.attention_gate and stack([layer.attention_gate])}, HybridLayer
+    if d.latent is not None:
+        parts = latent_parts(model, layer, stack, quantized=quantized)
+        parts |= {n: None if (v := getattr(layer, n)) is None else tensor(v) for n in ("q_down_norm", "kv_down_norm")}
+        return parts, OrderedLatentLayer if quantized else LatentLayer
+    if d.temperature is not None and d.ropes is not None and not d.ropes[model.layers.index(layer)].dim:
+        return {}, OrderedTemperedLayer if quantized else TemperedLayer
+    return {}, OrderedDescribedLayer if quantized else DescribedLayer
+
+
+def _experts(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) -> dict[str, Any]:
+    """The experts of a layer, and their matrices."""
+    c, what, stack = model.config, model.config.description.experts, StackedMatrices.of if quantized else _dense
+    assert what is not None
+    shared: list[Any] = [None, None, None]
+    if layer.shared_up is not None:
+        shared = [stack([_given(layer.shared_gate), layer.shared_up]), stack([_given(layer.shared_down)])]
+        shared.append(None if layer.shared_router is None else stack([layer.shared_router]))
+    parts = {
+        "gate_up": _by_expert([_given(layer.expert_gate), _given(layer.expert_up)], what.count, what.size, quantized),
+        "down": _by_expert([_given(layer.expert_down)], what.count, c.hidden_size, quantized),
+    }
+    make: Any = OrderedExperts if quantized else ExpertWeights
+    more: dict[str, Any] = {}
+    if what.groups is not None:
+        make = OrderedGroupedExperts if quantized else GroupedExperts
+        more["correction"] = None if layer.router_correction is None else tensor(layer.router_correction)
+    elif what.sigmoid_inputs:
+        make = OrderedWeightedExperts if quantized else InputWeightedExperts
+    return {**parts, "experts": make(what, stack([_given(layer.router)]), *shared, **more)}
+
+
+def _by_expert(parts: list[QuantizedMatrix], count: int, n: int, quantized: bool) -> Any:
+    each = [[part.expert(i, n) for part in parts] for i in range(count)]
+    if quantized:
+        return ExpertMatrices(tuple(StackedMatrices.of(own) for own in each))
+    dense = [_dense(own) for own in each]
+    biases = [own.bias for own in dense if own.bias is not None]
+    return Linear(torch.stack([own.weight for own in dense]), torch.stack(biases) if biases else None)
+
+
+def _array(vector: np.ndarray | None) -> np.ndarray:
+    assert vector is not None
+    return vector
+
+
+def _given(w: QuantizedMatrix | None) -> QuantizedMatrix:
+    assert w is not None
+    return w
 
 
 def _dense(parts: list[QuantizedMatrix]) -> Linear:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.pipelines.backends.torch import TorchBackend
 from headway.pipelines.backends.unpadded import DeviceLayout, Reduce, UnpaddedEncoder
 from headway.pipelines.inputs.arrays import TYPES, Ragged, flat_types

@@ -10,17 +10,17 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, InvalidInput, ModelError, Unsupported, UnsupportedModel, WrongType
 from headway.base.files import read_json
-from headway.base.notebook import working_in_notebook
+from headway.base.system.notebook import working_in_notebook
 from headway.models.hub.store import resolve
 from headway.pipelines.backends.torch import Placement, TorchBackend
-from headway.pipelines.inputs.text import TextEncoder, length_limit
+from headway.pipelines.inputs.text import TextEncoder, longest_row
 from headway.runtime.device import DTYPES
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _private(module: Any, placement: Placement, changes: bool) -> Any:
 
 def text_encoder(tokenizer: Any, config: Any, path: Path | None, backend: TorchBackend) -> TextEncoder:
     """The tokenizer with the model's length limit."""
-    limit = length_limit(tokenizer, getattr(config, "text_config", config))
+    limit = longest_row(getattr(config, "text_config", config))
     declared = read_json(path / "sentence_bert_config.json").get("max_seq_length") if path else None
     if isinstance(declared, int) and declared > 0:
         limit = min(declared, limit) if limit is not None else declared

@@ -8,12 +8,12 @@ report names them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.pipelines.backends.linear import LinearFactory, QuantizedLinear
 

@@ -10,7 +10,6 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.text import short_repr
 from headway.pipelines.inputs.arrays import Ragged

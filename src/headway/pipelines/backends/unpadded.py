@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.base.dataclass import dataclass
 from headway.pipelines.backends.linear import LinearFactory, LinearOp, OneDnnLinear, float_linear, round_rows
 from headway.pipelines.backends.torch import TorchBackend, to_device
 from headway.pipelines.inputs import arrays

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor
 
 from headway.base.checks import check_integer
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported, WrongType
-from headway.base.probes import AttentionScores, Hidden, Logits
-from headway.base.samplers import Sampling
+from headway.base.specs.probes import AttentionScores, Hidden, Logits
+from headway.base.specs.samplers import Sampling
 from headway.base.text import short_repr
 from headway.kernels.reference.sampling import RowSampler, changed_scores, processed_logprobs
 from headway.pipelines.outputs import ModelOutput
@@ -299,22 +299,22 @@ async def outputs_of_generate(
     passes = [one_pass(engine, [*one.prompt, *one.new[:-1]], want) for one, want in zip(continued, read)]
     values = await asyncio.gather(*passes)
     steps = range(max(len(one.new) for one in continued))
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if wanted.logits:
         rows = [torch.from_numpy(np.asarray(value.logits)) for value in values]  # [new tokens, V] of each
         if flags.get("output_scores"):
             scored = [_scored(row, one, processing) for row, one in zip(rows, continued)]
-            found["scores"] = tuple(_step(scored, step) for step in steps)
+            fields["scores"] = tuple(_step(scored, step) for step in steps)
         if flags.get("output_logits"):
-            found["logits"] = tuple(_step(rows, step) for step in steps)
+            fields["logits"] = tuple(_step(rows, step) for step in steps)
     spans = [padded.spans[one.row] for one in continued]
     if wanted.attentions:
         weights = [torch.from_numpy(np.asarray(value.attentions)) for value in values]  # [L, H, T, T]
-        found["attentions"] = tuple(_attention_step(weights, spans, padded.ids.shape[1], step) for step in steps)
+        fields["attentions"] = tuple(_attention_step(weights, spans, padded.ids.shape[1], step) for step in steps)
     if wanted.hidden:
         states = [torch.from_numpy(np.asarray(value.hidden)) for value in values]  # [L + 1, T, D]
-        found["hidden_states"] = tuple(_hidden_step(states, spans, padded.ids.shape[1], step) for step in steps)
-    return found
+        fields["hidden_states"] = tuple(_hidden_step(states, spans, padded.ids.shape[1], step) for step in steps)
+    return fields
 
 
 def _scored(logits: Tensor, one: Continued, processing: Processing) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from headway.base.checks import check_integer, check_token_id
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.specs.logits_rules import BREAKERS, LogitsRuleValues, check_breakers
+from headway.base.specs.logits_rules import NAMES as RULES
 from headway.base.text import short_repr
 from headway.pipelines.arguments import checked
 from headway.pipelines.generation.generate import merge_generate_kwargs
@@ -32,6 +34,16 @@ class TextGenerationOptions(DecodingOptions):
     """
 
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Sequence[str] | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     stop: str | Sequence[str] = ()
     stop_strings: str | Sequence[str] | None = None
     stop_sequence: str | Sequence[str] | None = None
@@ -48,6 +60,9 @@ class TextGenerationOptions(DecodingOptions):
         for name, check in (("bad_words_ids", check_bad_words), ("sequence_bias", check_sequence_bias)):
             if (words := getattr(self, name)) is not None:  # options must be hashable
                 object.__setattr__(self, name, check(words))
+        LogitsRuleValues.of({name: getattr(self, name) for name in RULES})
+        if self.dry_sequence_breakers is not None:
+            object.__setattr__(self, BREAKERS, check_breakers(self.dry_sequence_breakers))
         for name in (*RETURNS, "continue_final_message"):
             checked(getattr(self, name), (None, True, False), name, "it takes True or False")
         kinds = [
@@ -92,7 +107,38 @@ class TextGenerationOptions(DecodingOptions):
 
 
 ELSEWHERE = {"eos_token_id", "pad_token_id", "seed"}  # what ends a text, what rows are padded with, the context's seed
-PARAMETERS = ("sequence_bias", *(f.name for f in dataclasses.fields(DecodingOptions) if f.name not in ELSEWHERE))
+PARAMETERS = (
+    "sequence_bias",
+    *RULES,
+    *(f.name for f in dataclasses.fields(DecodingOptions) if f.name not in ELSEWHERE),
+)
+
+
+HOOK = "use hw.Engine and ctx.generate(logits=hook)"
+CONSTRAIN = "use hw.Engine and ctx.generate(constrain=...)"
+STEPS = "use hw.Engine and end the loop over the steps of ctx.generate(...)"
+DRAFT = "use hw.Engine and ctx.generate(speculate=...)"
+DIVERSE = "use hw.Engine and the program for diverse beams in docs/gallery.md"
+NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suppress_tokens": ((None,), "use bad_words_ids=[[id], ...]"),
+    "begin_suppress_tokens": ((None,), HOOK),
+    "forced_bos_token_id": ((None,), HOOK),
+    "forced_eos_token_id": ((None,), HOOK),
+    "exponential_decay_length_penalty": ((None,), HOOK),
+    "guidance_scale": ((None, 1), HOOK),
+    "logits_processor": ((None,), HOOK),
+    "penalty_alpha": ((None,), HOOK),
+    "renormalize_logits": ((None, False), HOOK),
+    "constraints": ((None,), CONSTRAIN),
+    "force_words_ids": ((None,), CONSTRAIN),
+    "prefix_allowed_tokens_fn": ((None,), CONSTRAIN),
+    "max_time": ((None,), STEPS),
+    "stopping_criteria": ((None,), STEPS),
+    "prompt_lookup_num_tokens": ((None,), DRAFT),
+    "diversity_penalty": ((None, 0), DIVERSE),
+    "num_beam_groups": ((None, 1), DIVERSE),
+}
+"""Parameters of transformers' `generate` that this task lacks: the values that change nothing, and what to use."""
 
 
 def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,6 +158,10 @@ def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
             "use hw.Engine and ctx.fill(ids)")  # fmt: skip
     checked(options.pop("truncation", None), (None, False), "truncation", "cut the text before")
     checked(options.pop("handle_long_generation", None), (None,), "handle_long_generation", "cut the text before")
+    for name, (idle, instead) in NOT_HERE.items():
+        value = options.pop(name, None)
+        if type(value) not in (int, float) or value not in idle:
+            checked(value, idle, name, instead)
     for name in ("tools", "documents"):
         checked(options.pop(name, None), (None,), name, "use hw.Engine and ctx.chat(...)")
     return options

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.base.text import short_repr
 from headway.pipelines.task import TaskOptions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby, repeat
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.pipelines.task import ModelInputs, Row
 

@@ -12,18 +12,20 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.text import short_repr
 from headway.pipelines.inputs.images import is_cpu_tensor, read_file
 from headway.pipelines.task import wrong_type
 
 MAX_SECONDS = 4 * 3600.0
+MAX_DECODED = 1 << 33  # bytes of samples, of a compressed file
+BLOCK = 1 << 16  # samples decoded or computed at a time, to bound memory
 RATES = (1_000, 768_000)
 MOST_SECONDS = 1e9
 EXPECTED = (
@@ -59,7 +61,7 @@ def load_audio(item: Any, rate: int, *, max_seconds: float = MAX_SECONDS) -> np.
 
     A bare array is assumed to be at `rate` already: [samples], or [channels, samples] with at most two channels.
     """
-    values, at = _waveform(item, rate)
+    values, at = _waveform(item, rate, max_seconds)
     if not len(values):
         raise InvalidInput("the recording has no samples; pass one that is not empty")
     if len(values) > max_seconds * at:
@@ -73,20 +75,20 @@ def load_audio(item: Any, rate: int, *, max_seconds: float = MAX_SECONDS) -> np.
     return resample(values, at, rate)
 
 
-def _waveform(item: Any, rate: int) -> tuple[np.ndarray, int]:
+def _waveform(item: Any, rate: int, max_seconds: float) -> tuple[np.ndarray, int]:
     """[samples] in float32 and their rate."""
     if isinstance(item, Mapping):
-        return _of_dict(item, rate)
+        return _of_dict(item, rate, max_seconds)
     if isinstance(item, (str, os.PathLike)):
-        return decode(*read_file(item, "recording"))
+        return decode(*read_file(item, "recording"), max_seconds=max_seconds)
     if isinstance(item, (bytes, bytearray, memoryview)):
-        return decode(bytes(item), f"the {len(bytes(item))} bytes")
+        return decode(bytes(item), f"the {len(bytes(item))} bytes", max_seconds=max_seconds)
     if isinstance(item, np.ndarray) or is_cpu_tensor(item):
         return _one_channel(np.asarray(item)), rate
     raise wrong_type(item, EXPECTED)
 
 
-def _of_dict(item: Mapping[str, Any], rate: int) -> tuple[np.ndarray, int]:
+def _of_dict(item: Mapping[str, Any], rate: int, max_seconds: float) -> tuple[np.ndarray, int]:
     """The recording in {"array" or "raw": ..., "sampling_rate": ...}, or in {"bytes": ..., "path": ...}."""
     name = "raw" if "raw" in item else "array"
     if name in item and "sampling_rate" in item and set(item) <= {name, "sampling_rate", "path"}:
@@ -98,7 +100,7 @@ def _of_dict(item: Mapping[str, Any], rate: int) -> tuple[np.ndarray, int]:
                 raise WrongType(f"{name!r} is a {type(values).__name__}; it must be an array of numbers") from error
         return _one_channel(np.asarray(values)), check_rate(item["sampling_rate"])
     if item and set(item) <= {"bytes", "path"}:
-        return _waveform(item["bytes"] if item.get("bytes") is not None else item.get("path"), rate)
+        return _waveform(item["bytes"] if item.get("bytes") is not None else item.get("path"), rate, max_seconds)
     raise InvalidInput(
         f'a dict must have "array" and "sampling_rate", or "bytes" and "path", not {sorted(map(str, item))}'
     )
@@ -150,13 +152,20 @@ def _scaled(values: np.ndarray) -> np.ndarray:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def decode(data: bytes, name: str) -> tuple[np.ndarray, int]:
-    """[samples] in float32, channels averaged, and their rate, of a file in any format that can be read."""
+def decode(
+    data: bytes, name: str, *, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_DECODED
+) -> tuple[np.ndarray, int]:
+    """[samples] in float32, channels averaged, and their rate, of a file in any format that can be read.
+
+    A compressed file is decoded piece by piece, and no further than the limits: its header may say anything.
+    """
     kind = next((kind for magic, kind in OTHER_FORMATS.items() if data.startswith(magic)), None)
-    return _by_soundfile(data, name, kind) if kind in BY_SOUNDFILE else parse_wav(data, name)
+    if kind not in BY_SOUNDFILE:
+        return parse_wav(data, name)
+    return _by_soundfile(data, name, kind, max_seconds, max_bytes)
 
 
-def _by_soundfile(data: bytes, name: str, kind: str) -> tuple[np.ndarray, int]:
+def _by_soundfile(data: bytes, name: str, kind: str, max_seconds: float, max_bytes: int) -> tuple[np.ndarray, int]:
     try:
         import soundfile  # type: ignore[import-not-found]
     except (ImportError, OSError) as error:  # OSError: its library is missing
@@ -164,12 +173,21 @@ def _by_soundfile(data: bytes, name: str, kind: str) -> tuple[np.ndarray, int]:
             f"{name} is {kind}, which needs the package soundfile: {EXTRA}; or convert it first "
             "(ffmpeg -i FILE -ac 1 out.wav)"
         ) from error
+    pieces: list[np.ndarray] = []
     try:
-        values, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)  # [samples, channels]
-    except soundfile.SoundFileError as error:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            rate, left = check_rate(int(file.samplerate)), max_bytes // 4
+            most = int(min(left, max_seconds * rate)) + 1
+            while most > 0 and len(piece := file.read(min(BLOCK, most), dtype="float32", always_2d=True)):
+                pieces.append(piece.mean(axis=1, dtype=np.float32))  # [samples, channels] → [samples]
+                most -= len(piece)
+    except (soundfile.SoundFileError, TypeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InvalidInput(f"{name} is {kind} and cannot be decoded ({reason}): damaged or truncated") from error
-    return values.mean(axis=1, dtype=np.float32), check_rate(int(rate))
+    values = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+    if len(values) > left:
+        raise InvalidInput(f"{name} is {kind} with more than {max_bytes} bytes of samples, which is the limit; cut it")
+    return values, rate
 
 
 # -- WAV ---------------------------------------------------------------------------------------------------------------
@@ -250,8 +268,6 @@ def _samples(chunk: memoryview, form: _Format, name: str) -> np.ndarray:
 
 
 # -- resampling --------------------------------------------------------------------------------------------------------
-
-BLOCK = 1 << 16  # samples computed at a time, to bound memory
 
 
 def resample(values: np.ndarray, rate: int, to: int) -> np.ndarray:

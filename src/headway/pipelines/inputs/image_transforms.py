@@ -6,11 +6,11 @@ normalize) that an ImageTransform describes; any other processor is called itsel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.images import MAX_PIXELS, check_size, load_image
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.text import check_unicode
 from headway.pipelines.task import PreparedItem, Row, Task, TaskOptions, check_count, check_switch, check_text
@@ -66,10 +66,10 @@ class TextTask(Task):
 
 
 class TextEncoder:
-    """A tokenizer for many threads. `limit` is the longest row of the model, None for no limit."""
+    """A tokenizer for many threads. `longest` is the model's longest row, None for no limit."""
 
-    def __init__(self, tokenizer: Any, limit: int | None, *, types: bool) -> None:
-        self.tokenizer, self.limit, self.types = tokenizer, limit, types
+    def __init__(self, tokenizer: Any, longest: int | None, *, types: bool) -> None:
+        self.tokenizer, self._longest, self.types = tokenizer, longest, types
         self._lock = threading.Lock()
         self._truncating: dict[tuple[int, int, str], Any] = {}
         self._plain = _without_limits(tokenizer)
@@ -77,6 +77,14 @@ class TextEncoder:
         self._one_type = probe is not None and not any(
             probe.type_ids
         )  # single texts have type 0 throughout, which can be left out
+
+    @property
+    def limit(self) -> int | None:
+        """The longest row: that of the model or of the tokenizer as it is set now, whichever is less."""
+        declared = getattr(self.tokenizer, "model_max_length", None)
+        if not isinstance(declared, (int, float)) or not 0 < declared < UNLIMITED:
+            return self._longest
+        return int(declared) if self._longest is None else min(int(declared), self._longest)
 
     def rows(self, texts: Sequence[str | tuple[str, str]], options: TextOptions) -> list[list[Row]]:
         """The rows of each text or pair: one, or one per chunk with a stride."""
@@ -243,17 +251,10 @@ def _copied(backend: Any) -> Any:
     return copy
 
 
-def length_limit(tokenizer: Any, config: Any) -> int | None:
-    """The longest row of a model: the limit of its tokenizer or of its positions, whichever is less."""
-    limits: list[int] = []
-    declared = getattr(tokenizer, "model_max_length", None)
-    if isinstance(declared, (int, float)) and 0 < declared < UNLIMITED:
-        limits.append(int(declared))
+def longest_row(config: Any) -> int | None:
+    """The longest row of a model by its positions."""
     positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 0:
-        offset = _position_offset(config)
-        limits.append(positions - offset)
-    return min(limits, default=None) if limits else None
+    return positions - _position_offset(config) if isinstance(positions, int) and positions > 0 else None
 
 
 def _position_offset(config: Any) -> int:

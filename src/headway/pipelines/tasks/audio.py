@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import Ragged
 from headway.pipelines.inputs.audio import EXPECTED, MAX_SECONDS, check_seconds, is_audio, load_audio

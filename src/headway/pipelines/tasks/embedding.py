@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel, WrongType
 from headway.base.files import read_json
 from headway.base.text import short_repr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.base.text import short_repr
 from headway.pipelines.inputs.arrays import Ragged, at_marks

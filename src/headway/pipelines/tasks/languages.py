@@ -13,9 +13,9 @@ import difflib
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.base.text import short_repr
 from headway.pipelines.inputs.text import TextEncoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.pipelines.backends.loading import model_type
 from headway.pipelines.generation.generate import cut_at_eos, generate, merge_generate_kwargs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported, UnsupportedModel
 from headway.base.text import short_repr
 from headway.pipelines.backends.loading import config_of
@@ -75,6 +76,7 @@ class CtcRecognition(AudioTask):
     """`{"text": ...}`: wav2vec2, HuBERT, WavLM and their kin."""
 
     Options = CtcOptions
+    speech: ClassVar[str] = "ctc"
     auto_class: ClassVar[str] = "AutoModelForCTC"
     needs: ClassVar[tuple[str, ...]] = ("feature_extractor", "tokenizer")
 
@@ -151,6 +153,7 @@ class SpeechSeq2Seq(AudioTask):
     """`{"text": ...}`: speech encoder-decoders."""
 
     Options: ClassVar[Any] = SpeechOptions
+    speech: ClassVar[str] = "seq2seq"
     auto_class: ClassVar[str] = "AutoModelForSpeechSeq2Seq"
     needs: ClassVar[tuple[str, ...]] = ("feature_extractor", "tokenizer")
 

@@ -10,24 +10,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
-import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from headway.base.errors import Closed, InvalidInput, Unsupported
-from headway.base.probes import Ranking
+from headway.base.closing import Closing
+from headway.base.errors import InvalidInput, Unsupported
+from headway.base.specs.logits_rules import SWITCHES
+from headway.base.specs.probes import Ranking
 from headway.base.text import short_repr
 from headway.pipelines.arguments import INPUTS, call_options
 from headway.pipelines.generation import causal
 from headway.pipelines.generation.causal import Continued
 from headway.pipelines.generation.decoder_model import decoder_model, remove
 from headway.pipelines.generation.decoder_options import TextGenerationOptions, merged_options, settled_lengths
+from headway.pipelines.generation.loop_thread import LoopThread
 from headway.pipelines.outputs import ModelOutput
 from headway.pipelines.stream import item_failed
 from headway.pipelines.task import MISSING, ModelInputs, Task, check_text, known_options, wrong_type
@@ -85,7 +87,7 @@ class TextGeneration(Task):
         return super().options(base, settled_lengths(base, merged_options(given)))
 
 
-class TextGenerationPipeline:
+class TextGenerationPipeline(Closing):
     """The pipeline of `hw.pipeline("text-generation", ...)`; `engine` runs it.
 
     By hand, as in every pipeline: `preprocess` → ModelInputs of token ids, `forward` → the output of a CausalLM, and
@@ -98,7 +100,7 @@ class TextGenerationPipeline:
         self, engine: Engine, task: Task, defaults: TextGenerationOptions, *, owns: bool, folder: Path | None = None
     ) -> None:
         self.engine, self.task, self.defaults = engine, task, defaults
-        self._loop = _Loop()
+        self._loop = LoopThread()
         self._finalizer = weakref.finalize(self, _end, self._loop, engine if owns else None, folder)
         self._tokenizer: Any = None
 
@@ -185,16 +187,16 @@ class TextGenerationPipeline:
     async def _continued(self, row: int, ids: Sequence[int], options: TextGenerationOptions) -> list[Continued]:
         async with self.engine.context(seed=options.seed) as ctx:
             ctx.fill(ids)
-            found = await self._generate(ctx, "", options, ends=True)
-        return [Continued(row, tuple(ids), tokens) for tokens, _ in found]
+            sequences = await self._generate(ctx, "", options, ends=True)
+        return [Continued(row, tuple(ids), tokens) for tokens, _ in sequences]
 
     def _processing(self, options: TextGenerationOptions, padded: causal.PaddedRows) -> causal.Processing:
         settled = self._settled(options)
         file = self.engine.generation_defaults.overridden(
             **{name: getattr(settled, name) for name in ("no_repeat_ngram_size", "min_new_tokens", "min_length")}
         )
-        for name in ("bad_words_ids", "sequence_bias"):
-            if getattr(settled, name) or getattr(file, name):
+        for name in ("bad_words_ids", "sequence_bias", *SWITCHES.values()):
+            if getattr(settled, name) or getattr(file, name, None):
                 raise Unsupported(f"{name} cannot be given where scores are returned; leave one of them out")
         drawing = {name: getattr(settled, name) for name in (*DRAWING, "do_sample", "repetition_penalty")}
         return causal.Processing(
@@ -264,10 +266,10 @@ class TextGenerationPipeline:
             prompt = ctx.tokens
             tail = item if isinstance(item, str) else ""
             ids = options.return_tensors or options.eos_ids is not None
-            found = await self._generate(ctx, tail, options, ends=bool(ids))
+            sequences = await self._generate(ctx, tail, options, ends=bool(ids))
         if options.return_tensors:
-            return [{"generated_token_ids": [*prompt, *tokens]} for tokens, _ in found]
-        return [{"generated_text": self._joined(item, text, options)} for _, text in found]
+            return [{"generated_token_ids": [*prompt, *tokens]} for tokens, _ in sequences]
+        return [{"generated_text": self._joined(item, text, options)} for _, text in sequences]
 
     def _write(self, ctx: Context, item: Any, options: TextGenerationOptions) -> None:
         """Put a text or a chat into a context."""
@@ -420,12 +422,6 @@ class TextGenerationPipeline:
         """End the pipeline, and its engine unless it is the caller's."""
         self._finalizer()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"TextGenerationPipeline({self.engine.info.name})"
 
@@ -474,38 +470,7 @@ def checked_chat(item: Any) -> Sequence[Message]:
     return item
 
 
-class _Loop:
-    """An event loop in its own thread, started on first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise Closed("this pipeline is closed; create a new one")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="headway-generation", daemon=True)
-                self._thread.start()
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            loop, thread = self._loop, self._thread
-        if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            if thread is not threading.current_thread():
-                thread.join()
-            loop.close()
-
-
-def _end(loop: _Loop, engine: Any, folder: Path | None) -> None:
+def _end(loop: LoopThread, engine: Any, folder: Path | None) -> None:
     loop.close()
     if engine is not None:
         engine.close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.base.text import short_repr
 from headway.pipelines.backends.torch import to_device

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, UnsupportedModel, WrongType
 from headway.base.text import short_repr
 from headway.pipelines.inputs.text import TextOptions

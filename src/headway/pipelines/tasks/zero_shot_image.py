@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.pipelines.inputs.arrays import Ragged, collate
 from headway.pipelines.inputs.text import TextOptions

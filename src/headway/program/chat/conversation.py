@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import TemplateError, Unsupported
-from headway.program.ids import common
+from headway.base.text import find_all, replace_all
+from headway.program.checks.ids import common
 from headway.text.templates.chat_template import ChatTemplate
 from headway.text.templates.messages import describe_tools
 from headway.text.tokenizer import Tokenizer
@@ -152,7 +154,7 @@ class ChatWriter:
     def _encode(self, text: str) -> list[int]:
         """Ids of a rendering: special tokens from the template are special, those inside messages are plain text."""
         ids, at = [], 0
-        for match in self._special.finditer(text):
+        for match in find_all(self._special, text, _longest(self._names)):
             ids += self._plain(text[at : match.start()])
             ids += self.tokenizer.encode(match.group(), special=True)
             at = match.end()
@@ -170,8 +172,11 @@ def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str]) -> Any:
     quote = chr(PRIVATE + len(names))
     match value:
         case str():
-            return hiding.sub(
-                lambda m: chr(PRIVATE + names.index(m.group())) if m.group() in names else quote + m.group(), value
+            return replace_all(
+                hiding,
+                lambda m: chr(PRIVATE + names.index(m.group())) if m.group() in names else quote + m.group(),
+                value,
+                _longest(names),
             )
         case Mapping():
             return {k: _hide(v, hiding, names) for k, v in value.items()}
@@ -183,8 +188,13 @@ def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str]) -> Any:
 def _show(text: str, names: Sequence[str]) -> str:
     """The text with the stand-ins replaced again."""
     quote = chr(PRIVATE + len(names))
-    return re.sub(
-        f"{quote}[{chr(PRIVATE)}-{quote}]|[{chr(PRIVATE)}-{quote}]",
+    return replace_all(
+        re.compile(f"{quote}[{chr(PRIVATE)}-{quote}]|[{chr(PRIVATE)}-{quote}]"),
         lambda m: m.group()[1:] or (names[ord(m.group()) - PRIVATE] if m.group() != quote else quote),
         text,
+        2,
     )
+
+
+def _longest(names: Sequence[str]) -> int:
+    return max(map(len, names), default=1)

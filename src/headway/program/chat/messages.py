@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported, WrongType
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.reader import ReplyReader
-from headway.program.ids import common
+from headway.program.checks.ids import common
 from headway.text.replies import FORMATS, detect_format
 from headway.text.templates.messages import assistant_message
 

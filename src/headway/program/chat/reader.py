@@ -15,11 +15,20 @@ class ReplyReader:
 
     Markers of some formats are special tokens, which the text of a step leaves out. So tokens are parsed, each when all
     of its text is certain. Without a format everything is content; `special` keeps special tokens in it. A message is a
-    text of its own: the leading space that the tokenizer puts at the beginning of a text is no part of it.
+    text of its own: the leading space that the tokenizer puts at the beginning of a text is not part of it, unless the
+    message `continues` a text of the prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, format: str | None, prompt: str = "", *, special: bool = False) -> None:
-        self._tokenizer, self._special = tokenizer, special
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        format: str | None,
+        prompt: str = "",
+        *,
+        special: bool = False,
+        continues: bool = False,
+    ) -> None:
+        self._tokenizer, self._special, self._continues = tokenizer, special, continues
         self._parser = None if format is None else reply_parser(format, prompt=prompt)
         self._parts: list[Part] = []
         self.text = ""  # all that was read, special tokens included
@@ -30,7 +39,8 @@ class ReplyReader:
         self._shown = TextStream(self._tokenizer, after=before)
         self._raw = TextStream(self._tokenizer, skip_special=False, after=before)
         read = self._shown if self._parser is None else self._raw
-        self._strip = 0 if self.text else self._tokenizer.decoding.strip - read.strip  # spaces still to be stripped
+        own = not self.text and not self._continues
+        self._strip = self._tokenizer.decoding.strip - read.strip if own else 0  # spaces still to be stripped
         self._held: list[tuple[int, int]] = []  # tokens, and how many characters are shown with each
         self._certain = ""
         self._known = self._read = 0

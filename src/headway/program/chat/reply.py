@@ -7,16 +7,16 @@ model's own template. A reply that fails or is cancelled leaves the context as i
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from headway.base.adapters import AdapterMix
 from headway.base.errors import DeadlineExceeded, InvalidInput, ToolFailed
-from headway.base.samplers import Sampler
-from headway.program.chat.forced_calls import Item, Script, forced_call, free
+from headway.base.specs.adapters import AdapterMix
+from headway.base.specs.samplers import Sampler
+from headway.base.text import short_repr
+from headway.program.chat.forced_calls import Item, QuotedText, Script, forced_call, free
+from headway.program.chat.limits import ChatLimits, Choice
 from headway.program.chat.messages import (
     Checkpoint,
     Messages,
@@ -26,49 +26,14 @@ from headway.program.chat.messages import (
     tool_format,
 )
 from headway.program.chat.reader import ReplyReader
-from headway.program.chat.tools import Function, ToolSet
+from headway.program.chat.tools import Function, ToolResult, ToolSet
 from headway.program.generation.generator import Generation, Step
-from headway.program.ids import integers
+from headway.program.generation.stops import listed_stops
 from headway.text.replies import BadToolCall, Part, ToolCall
 from headway.text.templates.messages import CallSyntax, call_syntax, end_of_reasoning, tool_message
 
 if TYPE_CHECKING:
     from headway.program.context import Context
-
-Choice = Literal["auto", "required", "none"] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ToolResult:
-    """The result of a call that was made: the text for the model, and the error, if it failed."""
-
-    call: ToolCall
-    text: str
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class ChatLimits:
-    """The limits of a reply: tokens of one message, rounds of calls, seconds of one call and of the whole."""
-
-    max_tokens: int = 512
-    max_rounds: int = 8
-    tool_timeout: float | None = 30.0
-    timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("max_rounds", 0)):
-            (value,) = integers([getattr(self, name)], name)
-            if value < least:
-                raise InvalidInput(f"{name} is {value}; it must be an integer of at least {least}")
-        for name in ("tool_timeout", "timeout"):
-            seconds = getattr(self, name)
-            if seconds is None:
-                continue
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-                raise InvalidInput(
-                    f"{name} is {seconds!r}; it must be a number of seconds above 0, or None for no limit"
-                )
 
 
 class ChatReply:
@@ -89,7 +54,7 @@ class ChatReply:
         messages: Messages = None,
         sampler: Sampler | None = None,
         *,
-        tools: Iterable[Function | Mapping[str, Any]] | None = None,
+        tools: ToolSet | Iterable[Function | Mapping[str, Any]] | None = None,
         tool_choice: Choice = "auto",
         tool_format: str | None = None,
         on_error: Literal["tell", "raise"] = "tell",
@@ -99,13 +64,15 @@ class ChatReply:
     ) -> None:
         self.limits = limits or ChatLimits()
         self._adapter = adapter
-        if on_error not in ("tell", "raise"):
-            raise InvalidInput(f"on_error is {on_error!r}; it must be 'tell' (the model) or 'raise'")
+        if not isinstance(on_error, str) or on_error not in ("tell", "raise"):
+            raise InvalidInput(f"on_error is {short_repr(on_error)}; it must be 'tell' (the model) or 'raise'")
         self._context, self._sampler = context, sampler
-        self._stop = stop if isinstance(stop, str) else list(stop)
-        self._raises, self._runs = on_error == "raise", tool_choice != "none"
-        self._tools = ToolSet((context._conversation.tools or ()) if tools is None else tools)
+        self._stop = listed_stops(stop)
+        self._raises = on_error == "raise"
+        given = (context._conversation.tools or ()) if tools is None else tools
+        self._tools = given if isinstance(given, ToolSet) else ToolSet(given)
         chosen = _chosen_tool(tool_choice, self._tools)
+        self._runs = tool_choice != "none"
         self._before = Checkpoint.of(context)
         self._parts: deque[Part | ToolResult] = deque()
         self._script: Script = free()  # what the message is made of
@@ -162,6 +129,11 @@ class ChatReply:
         now = self._reader.reply.reasoning
         return "\n".join(filter(None, [*self._reasoning, now]))
 
+    @property
+    def context(self) -> Context:
+        """The context it writes to."""
+        return self._context
+
     # -- one step --------------------------------------------------------------------------------------------------
 
     async def _bounded(self) -> None:
@@ -206,6 +178,7 @@ class ChatReply:
         self._item = False
         self._reader.begin(self._context.text_before)
         stop = self._stop if item is None else ()
+        assert not isinstance(item, QuotedText), "tools here have schemas"
         self._generation = self._context.generate(
             self._sampler, max_tokens=left, stop=stop, constrain=item, adapter=self._adapter
         )
@@ -315,9 +288,9 @@ class ChatReply:
 def _chosen_tool(choice: Choice, tools: ToolSet) -> str | None:
     """The tool that must be called, "" for any of them; None when none must."""
     match choice:
-        case "auto" | "none":
+        case str("auto" | "none"):
             return None
-        case "required":
+        case str("required"):
             name = ""
         case {"name": str(name)} | {"function": {"name": str(name)}}:
             pass

@@ -16,11 +16,13 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from headway.base.checks import check_list
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 from headway.program.constraints.grammar import Grammar
 from headway.text.replies.parts import ToolCall
 from headway.text.tools import bind_arguments, tool_schema
@@ -39,6 +41,15 @@ class ToolOutcome:
     text: str
     error: BaseException | None = None
     misused: bool = False
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The result of a call that was made: the text for the model, and the error, if it failed."""
+
+    call: ToolCall
+    text: str
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,10 @@ class ToolSet:
     """The tools of one reply, by name."""
 
     def __init__(self, tools: Iterable[Function | Mapping[str, Any]]) -> None:
-        if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Iterable):
-            raise WrongType(f"tools is {tools!r:.80}; it must be a list of functions or of JSON schemas as dicts")
-        specs = [_spec(tool) for tool in tools]
+        what = "a list of functions or of JSON schemas as dicts"
+        if isinstance(tools, Mapping):
+            raise WrongType(f"tools is {short_repr(tools)}; it must be {what}")
+        specs = [_spec(tool) for tool in check_list(tools, "tools", what)]
         if len(specs) > TOOLS:
             raise InvalidInput(f"{len(specs)} tools were given; at most {TOOLS} are allowed")
         self._tools = {tool.name: tool for tool in specs}
@@ -91,8 +103,8 @@ class ToolSet:
 
     def can_run(self, calls: Sequence[ToolCall]) -> bool:
         """Whether every call can be answered: by a function, or because there is no such tool."""
-        found = [self._tools.get(call.name) for call in calls]
-        return all(tool is None or tool.function is not None for tool in found)
+        known = [self._tools.get(call.name) for call in calls]
+        return all(tool is None or tool.function is not None for tool in known)
 
     async def run(self, call: ToolCall, timeout: float | None) -> ToolOutcome:
         """Make one call. It raises only when the caller is cancelled."""

@@ -20,7 +20,7 @@ from functools import cache
 import numpy as np
 
 from headway.base.errors import Closed, HeadwayError
-from headway.base.masks import logit_mask
+from headway.base.specs.masks import logit_mask
 from headway.program.constraints.batched_masks import accept_all, internal_error, masks_of
 from headway.program.constraints.budget import Postponed
 from headway.program.constraints.constraint import GrammarMatcher

@@ -46,8 +46,8 @@ def accept_all(rows: Sequence[tuple[GrammarMatcher, int]]) -> list[HeadwayError 
 
 def _consumers(rows: Sequence[tuple[GrammarMatcher, int]]) -> dict[int, LLMatcher]:
     """The matchers that can be given their token unchecked, by row."""
-    found = ((i, grammar.consumer(token)) for i, (grammar, token) in enumerate(rows))
-    return {i: matcher for i, matcher in found if matcher is not None}
+    matchers = ((i, grammar.consumer(token)) for i, (grammar, token) in enumerate(rows))
+    return {i: matcher for i, matcher in matchers if matcher is not None}
 
 
 def masks_of(grammars: Sequence[GrammarMatcher]) -> list[np.ndarray | HeadwayError]:

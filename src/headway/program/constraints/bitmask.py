@@ -6,9 +6,9 @@ has its own end tokens. Bit arithmetic only: it knows neither grammars nor texts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+
+from headway.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ all of them, which works half of the time at most: its own text waits, and the s
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import GrammarTooSlow, HeadwayError
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -76,11 +77,6 @@ class TokenTime:
 # --- the thread for slow grammars
 
 
-def is_slow(constraint: Any) -> bool:
-    """Whether a constraint has a compiled grammar that is slow to follow."""
-    return bool(getattr(constraint, "is_slow", False))
-
-
 async def settle(constraint: Any) -> None:
     """Have what the next step needs of a constraint that is slow computed in the thread; errors come with the step.
 
@@ -138,6 +134,30 @@ def _failed() -> LLMatcher:
     matcher = LLMatcher(LLTokenizer("byte"), "start: missing", log_level=0)
     assert matcher.is_error()
     return matcher
+
+
+class ThreadClock:
+    """How long a thread has worked on something, for others to read while it does."""
+
+    def __init__(self) -> None:
+        self._read: Callable[[], float] | None = None
+        self._began = 0.0
+
+    def measured(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, which this thread does now."""
+        clock = time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
+        read = time.monotonic if clock is None else partial(time.clock_gettime, clock)
+        self._began, self._read = read(), read
+        try:
+            return work()
+        finally:
+            self._read = None  # the thread may end, and its clock with it
+
+    @property
+    def seconds(self) -> float:
+        """Of the processor, where that can be known; 0 before and after."""
+        read = self._read
+        return 0.0 if read is None else read() - self._began
 
 
 def timed(work: Callable[[], Any], *, unlocked: bool = False) -> tuple[Any, float]:

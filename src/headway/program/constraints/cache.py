@@ -22,7 +22,7 @@ from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, Unsu
 from headway.base.text import shorten
 from headway.program.constraints.bitmask import padded
 from headway.program.constraints.grammar import WHITESPACE, Grammar, embedded_schemas
-from headway.program.constraints.json_schema import one_ofs
+from headway.program.constraints.json_schema import places_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -216,30 +216,38 @@ def brief(message: str) -> str:
     text = message.partition("<backtrace>")[0].partition(" Enable '")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(\d+ \||<|\^)", line)]
     reasons = [line for line in lines if line.startswith("error: ")]
-    said = shorten("; ".join(reasons or lines), SHOWN)
-    return said
+    summary = shorten("; ".join(reasons or lines), SHOWN)
+    return summary
 
 
 def _reason(grammar: Grammar, message: str) -> str:
-    """Why the compiler refuses the grammar. It does not say where a oneOf is, nor what to write instead."""
-    said = brief(message)
-    if "oneOf" not in said:
-        return said
-    places = _one_ofs(grammar)
+    """Why the compiler refuses the grammar. It does not say where a keyword is, nor what to write instead."""
+    summary = brief(message)
+    if "oneOf" in summary:
+        which = _where("oneOf", _places({"oneOf"}, grammar))
+        more = f"the choices of {which} may overlap: use anyOf, or require a property with its own const in each choice"
+    elif "maxProperties" in summary:
+        which = _where("minProperties or maxProperties", _places({"minProperties", "maxProperties"}, grammar))
+        more = f"take out {which}, or require every property beside it"
+    else:
+        return summary
+    return f"{summary}; {more}"
+
+
+def _where(what: str, places: list[str]) -> str:
+    """A keyword with the places where it is."""
     where = ", ".join(places[:3]) + ", …" * (len(places) > 3)
-    which = "a oneOf" if not places else f"the oneOf at {where}" if len(places) == 1 else f"one of the oneOf at {where}"
     return (
-        f"{said}; the choices of {which} may overlap: use anyOf, or require a property with a const of its own "
-        "in each choice"
+        f"a {what}" if not places else f"the {what} at {where}" if len(places) == 1 else f"one of the {what} at {where}"
     )
 
 
-def _one_ofs(grammar: Grammar) -> list[str]:
-    """The places of oneOf in a grammar's schemas."""
+def _places(keywords: set[str], grammar: Grammar) -> list[str]:
+    """The places of a keyword in a grammar's schemas."""
     if grammar.kind == "json":
-        return one_ofs(grammar.text)
+        return places_of(keywords, grammar.text)
     schemas = embedded_schemas(grammar.text) if grammar.kind == "lark" else []
-    return [f"{place} of %json {i}" for i, schema in enumerate(schemas, 1) for place in one_ofs(schema)]
+    return [f"{place} of %json {i}" for i, schema in enumerate(schemas, 1) for place in places_of(keywords, schema)]
 
 
 # --- the tokenizer as the compiler sees it

@@ -9,6 +9,7 @@ following one takes.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 import time
@@ -23,10 +24,17 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, WrongType
-from headway.base.machine import read_machine
+from headway.base.system.machine import read_machine
 from headway.base.text import short_repr
 from headway.program.constraints.bitmask import MaskLayout
-from headway.program.constraints.budget import GrammarBudget, Postponed, TokenTime, consume_unlocked, timed
+from headway.program.constraints.budget import (
+    GrammarBudget,
+    Postponed,
+    ThreadClock,
+    TokenTime,
+    consume_unlocked,
+    timed,
+)
 from headway.program.constraints.cache import (
     GrammarCache,
     brief,
@@ -59,7 +67,8 @@ class Constraint(Protocol):
     - `may_end: bool`: the text so far is complete and end tokens are allowed; without it they are allowed where the
       mask allows them.
     - `finished: bool`: only the end can follow, so the generation ends; without it, it never ends by itself.
-    - `is_slow: bool` and `settle(is_wanted)`: a constraint around a compiled grammar hands on the grammar's.
+    - `wrapped: Constraint | None`: the constraint that it is around. Where that is a compiled grammar that takes long,
+      it is followed in a thread before anything else is asked.
 
     It runs in the program's own time, in its event loop.
     """
@@ -75,6 +84,13 @@ class Constraint(Protocol):
     def rollback(self, n: int) -> None:
         """Take the last n tokens back."""
         ...
+
+
+def innermost(constraint: object) -> object:
+    """The constraint that others are around, or the constraint itself."""
+    while (wrapped := getattr(constraint, "wrapped", None)) is not None:
+        constraint = wrapped
+    return constraint
 
 
 def check_constraint(constrain: object) -> None:
@@ -116,13 +132,32 @@ def compile(
 
 
 async def compile_async(
-    grammar: Grammar, tokenizer: Tokenizer, vocab_size: int, *, budget: GrammarBudget | None = None
+    grammar: Grammar,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    budget: GrammarBudget | None = None,
+    seconds: float = math.inf,
 ) -> GrammarMatcher:
-    """The same for a program in an event loop: a cached one comes at once, another is compiled in a thread."""
+    """The same for a program in an event loop: a cached one comes at once, another is compiled in a thread.
+
+    Raises `GrammarTooSlow` after so many `seconds` of work. Those in which others are compiled, or other programs have
+    the processor, do not count.
+    """
     if (cached := _cached(grammar, tokenizer, vocab_size, budget)) is not None:
         return cached
-    work = partial(compile, grammar, tokenizer, vocab_size, budget=budget)
-    return await asyncio.get_running_loop().run_in_executor(_compilers(), _with_rests, work)
+    clock = ThreadClock()
+    work = partial(clock.measured, partial(compile, grammar, tokenizer, vocab_size, budget=budget))
+    task = asyncio.get_running_loop().run_in_executor(_compilers(), _with_rests, work)
+    try:
+        while True:
+            left = None if math.isinf(seconds) else max(0.01, seconds - clock.seconds)
+            if (await asyncio.wait({task}, timeout=left))[0]:
+                return task.result()
+            if clock.seconds >= seconds:
+                raise GrammarTooSlow(f"compiling the grammar or schema took longer than {seconds:g} s; simplify it")
+    finally:
+        task.cancel()
 
 
 @cache
@@ -272,7 +307,23 @@ class GrammarMatcher:
             self._noted.append(token)
 
     def _is_allowed(self, token: int) -> bool:
-        return not self._ended and token < self._known and self._do(lambda m: m.validate_tokens([token])) == 1
+        if self._ended or token >= self._known:
+            return False
+        if self._validates(token):
+            return True
+        if not self._is_full():
+            return False
+        self._renew()
+        return self._validates(token)
+
+    def _is_full(self) -> bool:
+        """Whether the table of states is full. Then any token is refused, and nothing but a mask says why."""
+        probe, row = self._matcher.deep_copy(), self.layout.buffer(1)
+        self._timed(lambda: probe.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes), unlocked=False)
+        return probe.is_error()
+
+    def _validates(self, token: int) -> bool:
+        return self._do(lambda m: m.validate_tokens([token])) == 1
 
     def _is_in_mask(self, token: int) -> bool:
         """Whether the mask is known and allows this token of text."""

@@ -1,4 +1,4 @@
-"""Grammars that a text must match: a JSON schema, a regular expression, a Lark grammar or a list of choices.
+"""Grammars that a text must match: a JSON schema, a regular expression, a Lark or GBNF grammar, or a list of choices.
 
 A `Grammar` is a plain value: checked against limits when it is created, compared and hashed by its text, and compiled
 to a `Constraint` for one tokenizer by `constraints/constraint.py`.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from headway.base.checks import check_list
+from headway.base.checks import check_flag, check_list
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr
 from headway.program.constraints.json_schema import checked_schema
@@ -41,7 +41,7 @@ _LARK_OPTIONS = {"no_forcing", "allow_initial_skip"}
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must match. Create one with `Grammar.json_schema`, `.json_object`, `.regex`, `.lark`, `.choices`."""
+    """What a text must match. Create one with `Grammar.json_schema`, `.json_object`, `.regex`, `.lark`, `.gbnf`, …"""
 
     kind: Literal["json", "regex", "lark", "choices"]
     text: str  # the schema as JSON, the pattern, the Lark grammar, or the choices as a JSON list
@@ -55,7 +55,7 @@ class Grammar:
         its parts the document may have up to 64 characters of white space, or none with `compact`. `pattern` is read as
         ECMAScript's and `format` is enforced.
         """
-        return cls("json", checked_schema(schema), bool(compact))
+        return cls("json", checked_schema(schema), check_flag(compact, "compact"))
 
     @classmethod
     def json_object(cls, *, compact: bool = False) -> Grammar:
@@ -80,6 +80,20 @@ class Grammar:
         `%json {…}` embeds a schema; special tokens are named as `<|name|>`.
         """
         return cls("lark", _checked_lark(_text(text, "the Lark grammar")))
+
+    @classmethod
+    def gbnf(cls, text: str) -> Grammar:
+        """Text that a GBNF grammar, llama.cpp's notation, produces from its rule `root`.
+
+        It is translated to a Lark grammar with the same texts. References to tokens (`<think>`) are refused.
+        """
+        from headway.program.constraints.gbnf_lark import lark_of_gbnf
+
+        lark = lark_of_gbnf(_text(text, "the GBNF grammar"))
+        try:
+            return cls.lark(lark)
+        except InvalidInput as error:
+            raise InvalidInput(f"the GBNF grammar is too large: as Lark, {error}") from None
 
     @classmethod
     def choices(cls, texts: Iterable[str]) -> Grammar:
@@ -117,13 +131,13 @@ def _checked_lark(text: str) -> str:
     if size > LARK_BYTES:
         raise InvalidInput(f"the Lark grammar has {size} bytes; at most {LARK_BYTES} are allowed")
     names, at, out = 0, 0, []
-    while (found := _LARK.search(text, at)) is not None:
-        out.append(text[at : found.end()])
-        at = found.end()
-        if found["embed"] is not None:
-            written, at = _embedded(found["embed"], text, at)
+    while (match := _LARK.search(text, at)) is not None:
+        out.append(text[at : match.end()])
+        at = match.end()
+        if match["embed"] is not None:
+            written, at = _embedded(match["embed"], text, at)
             out.append(" " + written)
-        elif found["name"] is not None and (rule := _defined(text, at)) is not None:
+        elif match["name"] is not None and (rule := _defined(text, at)) is not None:
             names += 1
             _check_options(rule[0])
             out.append(text[at : rule[1]])
@@ -135,13 +149,13 @@ def _checked_lark(text: str) -> str:
 
 def embedded_schemas(text: str) -> list[str]:
     """The schemas after %json in a checked Lark grammar, as JSON texts."""
-    found, at = [], 0
+    rules, at = [], 0
     while (each := _LARK.search(text, at)) is not None:
         at = each.end()
         if each["embed"] == "%json":
             written, at = _embedded("%json", text, at)
-            found.append(written)
-    return found
+            rules.append(written)
+    return rules
 
 
 def _defined(text: str, at: int) -> tuple[str, int] | None:

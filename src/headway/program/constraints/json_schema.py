@@ -20,6 +20,23 @@ from urllib.parse import unquote
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr, shorten
 from headway.program.constraints.patterns import ecma_pattern, real_times
+from headway.program.constraints.pydantic_schema import is_pydantic, pydantic_schema
+from headway.program.constraints.schema_keywords import (
+    ANNOTATIONS,
+    COUNTS,
+    DRAFTS,
+    ENFORCED,
+    FORMATS,
+    IDLE,
+    LISTS,
+    MAPS,
+    NOT_ENFORCED,
+    NUMBERS,
+    ONE,
+    OTHER_FORMATS,
+    TYPES,
+)
+from headway.program.constraints.schema_numbers import check_literal, with_exact_numbers
 
 BYTES = 256 * 1024  # of a schema as JSON text
 NODES = 2048  # subschemas, and lists and objects inside const and enum
@@ -28,41 +45,16 @@ OPTIONAL = 400  # properties of one object that may be left out: each is a choic
 HINTS = 200  # names that no draft knows, each compared with those it knows
 HINT_LENGTH = 40  # characters of a name that may be a misspelled keyword or format
 PAIRS = 20_000  # pairs of choices of oneOf that are compared, in a whole schema
-EXACT = 1 << 53  # bounds are read as doubles: beyond, integers would be rounded
-
-ONE = {"additionalProperties", "additionalItems"}
-LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
-MAPS = {"properties", "patternProperties", "$defs", "definitions"}
-COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
-NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-TEXTS = {"pattern", "format", "$ref"}
-ENFORCED = {*ONE, *LISTS, *MAPS, *COUNTS, *NUMBERS, *TEXTS, "items", "type", "const", "enum", "required"}
-ANNOTATIONS = {
-    *("$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "example", "deprecated"),
-    *("id", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "discriminator"),
-}
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04", "draft-05", "json-schema.org/schema")
-# Keywords and formats of some draft that say what a document must be: to ignore one would be to break a promise.
-NOT_ENFORCED = {
-    *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains"),
-    *("maxContains", "uniqueItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef"),
-    *("$recursiveRef", "extends", "disallow", "divisibleBy", "nullable", "x-guidance"),
-}
-OTHER_FORMATS = {
-    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer"),
-    *("relative-json-pointer", "regex"),
-}
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+EXACT = 1 << 53  # counts and steps are read as doubles: beyond, integers would be rounded
 
 
 def checked_schema(schema: Any) -> str:
     """The schema as JSON text. Takes a dict, a bool, JSON text, or a pydantic model class."""
     if is_pydantic(schema):
-        schema = _own_fields(_pydantic_schema(schema))
+        schema = pydantic_schema(schema)
     if isinstance(schema, str | bytes):
         schema = _parsed(schema)
-    walk = _Walk()
+    walk = _Walk(schema)
     out = walk.node(schema, "", 0)
     walk.check_references()
     walk.settle_unions()
@@ -74,14 +66,14 @@ def checked_schema(schema: Any) -> str:
     return text
 
 
-def one_ofs(text: str) -> list[str]:
-    """The places where a checked schema still has a oneOf: whether its choices overlap is for the compiler to see."""
+def places_of(keywords: set[str], text: str) -> list[str]:
+    """The places where a checked schema has one of these: whether it can be enforced is for the compiler to see."""
     places, todo = [], [("", json.loads(text))]
     while todo:
         at, schema = todo.pop()
         if not isinstance(schema, dict):
             continue
-        if "oneOf" in schema:
+        if keywords & schema.keys():
             places.append(_place(at))
         todo += reversed(list(_subschemas(schema, at)))
     return places
@@ -99,40 +91,18 @@ def _subschemas(schema: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
             yield place, value
 
 
-def is_pydantic(schema: Any) -> bool:
-    """Whether a schema is given as a pydantic model class."""
-    return isinstance(schema, type) and hasattr(schema, "model_json_schema")
-
-
-def _pydantic_schema(model: Any) -> Any:
-    try:
-        return model.model_json_schema()
-    except Exception as error:  # pydantic's own, and those of the model's own code
-        raise InvalidInput(f"{model.__name__} has no JSON schema: {shorten(str(error), 200)}") from error
-
-
-def _own_fields(schema: Any) -> Any:
-    """A pydantic model's schema with only its own fields, nested models' too. Where a model says what else it takes
-    (extra="allow"), and for dicts, that stands."""
+def _refers(schema: Any) -> bool:
+    """Whether there is a $ref somewhere inside a schema."""
     if isinstance(schema, list):
-        return [_own_fields(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = dict(schema)
-    for keyword, value in schema.items():
-        if keyword in MAPS and isinstance(value, dict):
-            out[keyword] = {name: _own_fields(each) for name, each in value.items()}
-        elif keyword in ONE or keyword in LISTS or keyword == "items":
-            out[keyword] = _own_fields(value)
-    if "properties" in schema:
-        out.setdefault("additionalProperties", False)
-    return out
+        return any(map(_refers, schema))
+    return isinstance(schema, dict) and ("$ref" in schema or any(map(_refers, schema.values())))
 
 
 class _Walk:
     """One pass over a schema: its keywords, where its subschemas are, and which refer to which."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Any) -> None:
+        self.root = root
         self.nodes: dict[str, Any] = {}  # pointer → subschema
         self.references: dict[str, str] = {}  # pointer of the $ref → pointer it names
         self.unions: list[dict[str, Any]] = []  # rewritten subschemas that have oneOf
@@ -143,7 +113,7 @@ class _Walk:
     def node(self, schema: Any, at: str, depth: int) -> Any:
         """The subschema at pointer `at`, rewritten."""
         self.step(at, depth)
-        self.nodes[at] = schema
+        schema = self.nodes[at] = self.with_listed_names(schema)
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -159,9 +129,34 @@ class _Walk:
             else:
                 self.annotation(keyword, value, at)
         _check_properties(schema, at)
+        _drop_idle_counts(out)
         if "oneOf" in out:
             self.unions.append(out)
-        return _with_real_times(out)
+        return with_exact_numbers(_with_real_times(out), at)
+
+    def with_listed_names(self, schema: Any) -> Any:
+        """An object whose propertyNames are listed, as those of a dict of enums are, has these properties."""
+        if not isinstance(schema, dict) or "propertyNames" not in schema or "patternProperties" in schema:
+            return schema
+        listed, given = _only_listed(self.found(schema["propertyNames"])), schema.get("properties", {})
+        if listed is None or not isinstance(given, dict):
+            return schema
+        properties = {name: each for name, each in given.items() if name in listed}
+        other = schema.get("additionalProperties", True)
+        properties |= {name: other for name in listed if name not in given}
+        rest = {keyword: value for keyword, value in schema.items() if keyword != "propertyNames"}
+        return rest | {"properties": properties, "additionalProperties": False}
+
+    def found(self, schema: Any) -> Any:
+        """What a $ref names, if it can be found; another schema itself."""
+        for _ in range(DEPTH):
+            if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str) or len(schema) > 1:
+                break
+            value = self.root
+            for part in _target(schema["$ref"], "").split("/")[1:]:
+                value = value.get(_unescaped(part)) if isinstance(value, dict) else None
+            schema = value
+        return schema
 
     def keyword(self, keyword: str, value: Any, at: str, depth: int) -> Any:
         """A keyword's value, rewritten; None for a format that is an annotation."""
@@ -200,12 +195,12 @@ class _Walk:
                     self.literal(inner, at, depth + 1)
             case str():
                 _check_text(value, at)
-            case int() if not -(1 << 63) <= value < 1 << 64:
-                raise InvalidInput(f"{_place(at)} in the JSON schema is {short_repr(value)}; it must fit in 64 bits")
             case float() if not math.isfinite(value):
                 raise InvalidInput(f"{_place(at)} in the JSON schema is {value}, which is not a JSON number")
-            case None | bool() | int() | float():
+            case None | bool():
                 pass
+            case int() | float():
+                check_literal(value, _place(at))
             case _:
                 raise WrongType(f"{_place(at)} in the JSON schema is {short_repr(value)}, which is not a JSON value")
 
@@ -263,8 +258,12 @@ class _Walk:
             if not any(draft in _typed(value, str, at) for draft in DRAFTS):
                 raise InvalidInput(f"$schema is {short_repr(value)}; the drafts known are {', '.join(DRAFTS)}")
         elif keyword in ("$id", "id") and at:
-            raise InvalidInput(f"the JSON schema has {keyword} at {_place(at)}; it may only stand at the top")
-        elif keyword in NOT_ENFORCED:
+            if _refers(self.nodes[at]):
+                raise InvalidInput(
+                    f"the JSON schema has {keyword} at {_place(at)}, from where the $ref inside would be resolved; it "
+                    "may only stand at the top there: take it out"
+                )
+        elif keyword in NOT_ENFORCED and value is not IDLE.get(keyword, ...):
             raise InvalidInput(
                 f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while "
                 "generating; take it out and check it afterwards"
@@ -288,7 +287,7 @@ class _Walk:
 
     def meant(self, name: str, known: Iterable[str]) -> str | None:
         """The known name that an unknown one nearly is. Comparing takes long, so that only some may be compared."""
-        if name in self.unknown or name.startswith("x-") or len(name) > HINT_LENGTH:
+        if name in self.unknown or name.startswith(("x-", "_")) or len(name) > HINT_LENGTH:
             return None
         self.unknown.add(name)
         if len(self.unknown) > HINTS:
@@ -396,8 +395,9 @@ def _check_value(keyword: str, value: Any, at: str) -> None:
         good = number and 0 <= value < EXACT and float(value).is_integer()
         wanted = f"an integer in [0, {EXACT - 1}]"
     elif keyword in NUMBERS:
-        good = number and abs(value) <= EXACT and not (keyword == "multipleOf" and value <= 0)
-        wanted = f"a number in [{-EXACT}, {EXACT}]" if keyword != "multipleOf" else f"a number above 0, up to {EXACT}"
+        good = number and (isinstance(value, int) or math.isfinite(value))
+        good = good and (keyword != "multipleOf" or 0 < value <= EXACT)
+        wanted = "a number" if keyword != "multipleOf" else f"a number above 0, up to {EXACT}"
     elif keyword == "type":
         kinds = value if isinstance(value, list) else [value]
         good = bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
@@ -424,6 +424,16 @@ def _check_properties(schema: dict[str, Any], at: str) -> None:
             f"minProperties at {_place(at)} is {least} with {sure} required; at most one more than those required "
             "can be enforced: list the properties and require them"
         )
+
+
+def _drop_idle_counts(schema: dict[str, Any]) -> None:
+    """Take out counts that every object satisfies anyway; the compiler refuses them beside optional properties."""
+    required = set(schema.get("required", ()))
+    if schema.get("minProperties", math.inf) <= len(required):
+        del schema["minProperties"]
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if closed and schema.get("maxProperties", 0) >= len(required | schema.get("properties", {}).keys()):
+        schema.pop("maxProperties", None)
 
 
 def _check_text(text: str, at: str) -> None:
@@ -468,6 +478,15 @@ def _values(schema: Any) -> set[str] | None:
         return None
     listed = [schema["const"]] if "const" in schema else schema["enum"]
     return set(listed) if all(isinstance(value, str) for value in listed) else None
+
+
+def _only_listed(schema: Any) -> list[str] | None:
+    """The strings that a subschema lists, if that is all it says."""
+    if not isinstance(schema, dict) or not schema.keys() <= {"const", "enum", "type", *ANNOTATIONS}:
+        return None
+    listed: Any = schema["enum"] if "enum" in schema else [schema.get("const")]
+    alone = schema.get("type", "string") == "string" and not {"const", "enum"} <= schema.keys()
+    return listed if alone and isinstance(listed, list) and all(isinstance(each, str) for each in listed) else None
 
 
 def _listed(value: str | Iterable[str]) -> list[str]:

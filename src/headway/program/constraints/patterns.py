@@ -42,8 +42,8 @@ def ecma_pattern(pattern: str) -> str:
         raise InvalidInput(f"a pattern of the JSON schema has {len(pattern)} characters; at most {PATTERN} are allowed")
     out, inside, at = [], False, 0
     while at < len(pattern):
-        found = ESCAPE.match(pattern, at)
-        part = found[0] if found else pattern[at]
+        match = ESCAPE.match(pattern, at)
+        part = match[0] if match else pattern[at]
         out.append(_ecma_part(part, pattern, at, inside))
         inside = part != "]" if inside else part == "["
         at += len(part)

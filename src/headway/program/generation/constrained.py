@@ -10,8 +10,8 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from headway.base.errors import Unsupported
-from headway.program.constraints.budget import GrammarBudget, Postponed, is_slow, settle
-from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async
+from headway.program.constraints.budget import GrammarBudget, Postponed, settle
+from headway.program.constraints.constraint import Constraint, GrammarMatcher, compile_async, innermost
 from headway.program.constraints.constraint import compile as compile_grammar
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.ngrams import NoRepeat
@@ -38,13 +38,17 @@ class GenerationConstraint:
 
     @property
     def is_grammar(self) -> bool:
-        """Whether it is a compiled grammar, or has one that is slow to follow: what follows a token may take long."""
-        return isinstance(self.active, GrammarMatcher) or self.is_slow
+        """Whether it is or has a compiled grammar, or something slow: what follows a token may take long."""
+        return isinstance(self._inner, GrammarMatcher) or self.is_slow
 
     @property
     def is_slow(self) -> bool:
         """Whether it has a grammar that is slow to follow."""
-        return is_slow(self.active)
+        return bool(getattr(self._inner, "is_slow", False))
+
+    @property
+    def _inner(self) -> object:
+        return innermost(self.active)
 
     @property
     def finished(self) -> bool:
@@ -54,9 +58,9 @@ class GenerationConstraint:
     def is_over(self, *, last: bool) -> bool:
         """The same; after the `last` token, a grammar is not asked for a mask that nobody needs: a text that is not
         complete is not over."""
-        if last and isinstance(self.active, GrammarMatcher) and not self.may_end:
-            return False
         with suppress(Postponed), self.hurrying():
+            if last and isinstance(self._inner, GrammarMatcher) and not self.may_end:
+                return False
             return self.finished
         return False  # the next step will tell
 
@@ -100,15 +104,17 @@ class GenerationConstraint:
 
     async def settle(self) -> None:
         """Have what a grammar allows next computed, in a thread if it is slow, before anybody here asks for it."""
-        if isinstance(self.active, GrammarMatcher) and not self.is_slow:
-            with self.hurrying():
-                self.active.settle()
+        inner = self._inner
+        if isinstance(inner, GrammarMatcher) and not inner.is_slow:
+            with inner.hurrying():
+                inner.settle()
         if self.is_slow:
-            await settle(self.active)
+            await settle(inner)
 
     def hurrying(self) -> AbstractContextManager[None]:
         """While a grammar is asked in an event loop, where others wait."""
-        return self.active.hurrying() if isinstance(self.active, GrammarMatcher) else nullcontext()
+        inner = self._inner
+        return inner.hurrying() if isinstance(inner, GrammarMatcher) else nullcontext()
 
     def reread(self) -> None:
         """Tokens come that nobody sampled: what must not repeat is read from the context again."""

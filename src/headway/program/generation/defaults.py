@@ -2,13 +2,13 @@
 
 `GenerationDefaults` holds the file's values, None where the file has none. `.sampler(...)` turns them, with overrides,
 into a sampler. Keys without a field here are in `.unknown`; those that would change the tokens are refused when a call
-generates by the file. Values are checked by the table of parameters (`base/generation.py`).
+generates by the file. Values are checked by the table of parameters (`base/specs/generation.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -16,10 +16,11 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from headway.base.checks import check_token_id
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, InvalidInput, Unsupported, WrongType
 from headway.base.files import read_json
-from headway.base.generation import PARAMETERS, parameters_of
-from headway.base.samplers import Sampling
+from headway.base.specs.generation import PARAMETERS, parameters_of
+from headway.base.specs.samplers import Sampling
 from headway.base.text import short_repr
 from headway.program.generation.word_bias import Biases, Words, check_bad_words, check_sequence_bias
 

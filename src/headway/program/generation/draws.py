@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from headway.base.adapters import AdapterMix
-from headway.base.errors import InvalidInput, WrongType
-from headway.base.masks import Mask
-from headway.base.probes import Probe
+from headway.base.dataclass import dataclass
+from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampler, Sampling, resolve
+from headway.base.specs.adapters import AdapterMix
+from headway.base.specs.masks import Mask
+from headway.base.specs.probes import Probe
+from headway.base.specs.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
-from headway.models.config import ModelConfig
 from headway.program.constraints.async_mask import GrammarMask
 from headway.program.generation.steps import Prepared, ProbeHandles
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
 from headway.program.output import SampleHandle
-from headway.program.readout_checks import check_probe
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -65,6 +64,13 @@ class Drawing:
         if what.seed != seed:
             what = replace(what, seed=seed)
         attention = _symbolic(attention_mask)
+        if attention is not None and not context.engine.capabilities.masks:
+            if not attention.is_causal:
+                raise Unsupported(
+                    f"attention_mask is {short_repr(attention_mask)}, and a {context.engine.config.family} model has "
+                    "recurrent layers, which take in every slot before a row, in order; leave it out"
+                )
+            attention = None
         return Drawing(
             what, seed, chosen is not None, end_ids, least, probe, attention, penalize_prompt, adapter, words
         )
@@ -126,6 +132,11 @@ class Drawing:
         handle = forward.sample([row], sampler, history=history, generated=counted)
         return handle, add_probes(forward, self.probe, row)
 
+    def is_alike(self, generated: int) -> bool:
+        """Whether all draws after n generated tokens differ only by their rows, and nothing else is read."""
+        free = not self.end_ids or generated >= self.least
+        return free and self.probe is None and not self.looks_back
+
     @property
     def looks_back(self) -> bool:
         """Whether a token must be known before the pass that samples the next one can be built."""
@@ -140,21 +151,6 @@ class Drawing:
         free = not self.end_ids or len(transcript.generated) + 1 >= self.least
         reserved = table.working > -(-table.working_tokens // table.page_size)
         return plain and known and free and not reserved and table.token_budget is None
-
-
-def checked_probes(config: ModelConfig, probe: object) -> Probes:
-    """What `probe=` of a call gives; raises where one is not a probe, or not one of this model."""
-    if probe is None:
-        return None
-    if isinstance(probe, Probe):
-        check_probe(config, probe)
-        return probe
-    if isinstance(probe, str | bytes) or not isinstance(probe, Iterable):
-        raise WrongType(f"probe is {short_repr(probe)}; it must be a probe, such as Entropy(), or a list of them")
-    several = tuple(probe)
-    for number, one in enumerate(several):
-        check_probe(config, one, f"probe[{number}]: ")
-    return several
 
 
 def add_probes(forward: Forward, probe: Probes, row: int = -1) -> ProbeHandles:

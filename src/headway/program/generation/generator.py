@@ -32,17 +32,20 @@ from headway.base.errors import (
     TokenBudgetExceeded,
     Unsupported,
 )
-from headway.base.masks import Mask
-from headway.base.probes import Logits, Value_co
-from headway.base.samplers import Sampler
+from headway.base.specs.logits_rules import LogitsRuleValues
+from headway.base.specs.masks import Mask
+from headway.base.specs.probes import Logits, Value_co
+from headway.base.specs.samplers import Sampler
 from headway.program.adapters import AdapterArgument, mix_of
+from headway.program.checks.ids import integers, token_ids
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.constrained import GenerationConstraint
 from headway.program.generation.draws import Drawing, Probes
 from headway.program.generation.hooks import GenerationHooks, LogitsHook, PrepareHook
 from headway.program.generation.last_seen import LastSeen
-from headway.program.generation.lookahead import Lookahead
+from headway.program.generation.logits_rules import LogitsRules
+from headway.program.generation.lookahead import Lookahead, Waiter
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.speculation.rounds import Round
 from headway.program.generation.speculation.speculation import Speculation, SpeculationStats
@@ -50,7 +53,6 @@ from headway.program.generation.steps import Prepared, Step, StepInFlight, probe
 from headway.program.generation.stops import parse_json, read_stops
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
-from headway.program.ids import integers, token_ids
 from headway.program.output import Output
 from headway.runtime.job import Job
 
@@ -87,6 +89,7 @@ class Generation(Generic[Value_co]):
         words: WordBias | None = None,
         prepare: PrepareHook | None = None,
         logits: LogitsHook | None = None,
+        rules: LogitsRuleValues | None = None,
     ) -> None:
         if speculate is not None:
             check_drafter(speculate, verify)
@@ -108,7 +111,8 @@ class Generation(Generic[Value_co]):
             adapter=mix_of(context.engine, adapter),
             words=words,
         )
-        self._hooks = GenerationHooks.of(prepare, logits)
+        own = None if rules is None else LogitsRules(rules, self._drawing.sampler, context.engine)
+        self._hooks = GenerationHooks.of(prepare, logits, own)
         if self._hooks is not None and speculate is not None:
             raise Unsupported(
                 "speculate cannot be given with prepare or logits: a hook may look at the context, which has drafts in "
@@ -164,8 +168,8 @@ class Generation(Generic[Value_co]):
         if self._ahead.is_there:
             job, token = self._ahead.take()
             if job is not None:
-                if token is None:
-                    token = await self._next_token(job)
+                if not isinstance(token, int):
+                    token = await self._next_token(job, token)
                 if token is not None:
                     return self._buffered_step(token)
                 self._come_back()  # nothing may follow the last token
@@ -181,8 +185,8 @@ class Generation(Generic[Value_co]):
                 return self._append(forced)
             if self._hooks is not None:
                 return await self._hooked_step(self._hooks)
-            if (made := await self._speculated_step()) is not None:
-                return made
+            if (speculated := await self._speculated_step()) is not None:
+                return speculated
             step = self._drawing.prepared(self._context, self._transcript).execute()
             if self._speculation is not None:
                 self._speculation.sync()  # a prompt is read while the device computes it
@@ -390,10 +394,10 @@ class Generation(Generic[Value_co]):
         with suppress(OutOfPages, TokenBudgetExceeded, DeadlineExceeded, PassFailed):
             self._ahead.start(self._drawing, step.token, min(self._left, self._context._room()) - 1)
 
-    async def _next_token(self, job: Job) -> int | None:
+    async def _next_token(self, job: Job, waiter: Waiter | None) -> int | None:
         """The next token of run-ahead decoding; on an error the context is as it was after the last token."""
         try:
-            return await self._ahead.wait(job)
+            return await self._ahead.wait(job, waiter)
         except BaseException as error:
             with suppress(Closed, ContextBusy, PassFailed), self._context.engine._lock:
                 if self._ahead.is_untouched():
@@ -504,7 +508,7 @@ class Generation(Generic[Value_co]):
         await hooks.before(prepared)
         self._check_untouched("prepare")
         forward, handle = prepared.forward, None
-        if hooks.logits is not None:
+        if hooks.reads_logits:
             handle = forward.probe(-1, Logits())
         step = prepared.execute()
         readout = step.execution._job.work.readouts[prepared.token.first]

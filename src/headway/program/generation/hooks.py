@@ -8,12 +8,12 @@ async functions. What one raises is raised by the step; the context then has the
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, InvalidMask, WrongType
 from headway.base.text import short_repr
 from headway.program.draw import check_logits
@@ -24,6 +24,7 @@ from headway.runtime.readout import sample_row
 if TYPE_CHECKING:
     from headway.program.context import Context
     from headway.program.generation.generator import Generation
+    from headway.program.generation.logits_rules import LogitsRules
 
 PrepareHook: TypeAlias = Callable[[Prepared], Awaitable[None] | None]
 # The second argument is the generation, or the beam: both have `context` and `generated`.
@@ -44,14 +45,21 @@ class GenerationHooks:
 
     prepare: PrepareHook | None
     logits: LogitsHook | None
+    rules: LogitsRules | None = None  # DRY, XTC and mirostat, before it
 
     @classmethod
-    def of(cls, prepare: object, logits: object) -> GenerationHooks | None:
+    def of(cls, prepare: object, logits: object, rules: LogitsRules | None = None) -> GenerationHooks | None:
         """From the arguments of `generate`; None without hooks."""
         for name, hook in (("prepare", prepare), ("logits", logits)):
             if hook is not None and not callable(hook):
                 raise WrongType(f"{name} is {short_repr(hook)}; it must be a function, async or not")
-        return None if prepare is None and logits is None else cls(prepare, logits)  # type: ignore[arg-type]
+        if prepare is None and logits is None and rules is None:
+            return None
+        return cls(prepare, logits, rules)  # type: ignore[arg-type]
+
+    @property
+    def reads_logits(self) -> bool:
+        return self.logits is not None or self.rules is not None
 
     async def before(self, prepared: Prepared) -> None:
         """Call the first hook."""
@@ -61,11 +69,14 @@ class GenerationHooks:
     async def token(
         self, logits: np.ndarray, drawn: int, readout: Readout, position: int, generation: Generation
     ) -> int:
-        """The token of a row: `drawn` where the second hook leaves the logits as they are, else drawn from its own."""
-        row = await changed_logits(self.logits, logits, generation)
+        """The token of a row: `drawn` where rules and hook leave the logits as they are, else drawn from theirs."""
+        row, allowed = logits, readout.permitted()
+        if self.rules is not None:
+            row = self.rules.apply(row, allowed, generation.context, generation.generated)
+        if self.logits is not None:
+            row = await changed_logits(self.logits, row, generation)
         if np.array_equal(row, logits):
             return drawn
-        allowed = readout.permitted()
         if allowed is not None and not (allowed & (row > -np.inf)).any():
             raise InvalidMask("the logits that the hook returned are -inf for every token that may come here")
         return sample_row(row, readout, position)
@@ -75,8 +86,8 @@ async def changed_logits(hook: LogitsHook | None, logits: np.ndarray, where: Gen
     """The logits [V] that a hook makes of these, checked."""
     assert hook is not None
     given = logits.copy()
-    found = await _awaited(hook(given, where))
-    row = check_logits(given if found is None else found, "the logits that the hook returned")
+    returned = await _awaited(hook(given, where))
+    row = check_logits(given if returned is None else returned, "the logits that the hook returned")
     if row.shape != logits.shape:
         raise InvalidInput(
             f"the logits that the hook returned have shape {row.shape}; expected {logits.shape}, one for each token"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from headway.base.errors import ContextBusy
-from headway.base.masks import Mask
+from headway.base.specs.masks import Mask
 from headway.program.constraints.async_mask import DENSE, GrammarCursor, GrammarMask
 from headway.program.constraints.constraint import GrammarMatcher
 from headway.program.generation.draws import Drawing
@@ -23,6 +23,8 @@ from headway.runtime.job import Job
 
 if TYPE_CHECKING:
     from headway.program.context import Context
+
+Waiter: TypeAlias = "asyncio.Future[None]"
 
 # A grammar runs ahead of the program while its masks are dense: from the start, or for this many tokens in a row. Where
 # masks are sparse, forced tokens are near, and they come sooner in one pass with the token before them.
@@ -120,8 +122,8 @@ class Lookahead:
                 self._step = self._context._retract = None
             return step
 
-    def take(self) -> tuple[Job | None, int | None]:
-        """The decoding sequence, if there is one, and its next token, if there is one.
+    def take(self) -> tuple[Job | None, int | Waiter | None]:
+        """The decoding sequence, if there is one, and its next token, or what to `wait` for until there is one.
 
         From now on nobody takes it back, until the step is made.
         """
@@ -133,24 +135,30 @@ class Lookahead:
             if self._context._retract is None:
                 self.check_idle()
             self._context._retract = None
-            return job, self._loop.next_token(job)
+            return job, self._look(job)
 
-    async def wait(self, job: Job) -> int | None:
-        """The next token of a decoding sequence, once it is sampled; None if the sequence ended without one."""
+    def _look(self, job: Job) -> int | Waiter | None:
+        """The next token, a future that is set when there may be one, or None if there will be none. Under the lock."""
+        token = self._loop.next_token(job)
+        if token is not None or job.decode is None or job.decode.over or job.outcome.done():
+            job.waiters.clear()  # nobody is woken for tokens that nobody waits for
+            return token
         loop = asyncio.get_running_loop()
-        while True:
+        waiter = loop.create_future()
+        job.waiters[:] = [(loop, waiter)]
+        return waiter
+
+    async def wait(self, job: Job, waiter: Waiter | None) -> int | None:
+        """The next token of a decoding sequence, once it is sampled; None if the sequence ended without one."""
+        token: int | Waiter | None = waiter
+        while isinstance(token, asyncio.Future):
+            await token
             with self._lock:
-                token = self._loop.next_token(job)
-                if token is not None or (job.decode is not None and job.decode.over):
-                    job.waiters.clear()  # nobody is woken for tokens that nobody waits for
-                    return token
-                if job.outcome.done():
-                    break
-                waiter = loop.create_future()
-                job.waiters[:] = [(loop, waiter)]
-            await waiter
-        job.outcome.result()
-        raise AssertionError("a decoding sequence has no result")
+                token = self._look(job)
+        if token is None and not (job.decode is not None and job.decode.over):
+            job.outcome.result()
+            raise AssertionError("a decoding sequence has no result")
+        return token
 
     def finish(self) -> None:
         """Let a decoding sequence end after the token in flight."""

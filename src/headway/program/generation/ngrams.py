@@ -7,14 +7,13 @@ program may give.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, Unsupported
-from headway.program.constraints.budget import is_slow
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 
@@ -109,18 +108,8 @@ class NoRepeat:
         return getattr(self.other, "finished", False)
 
     @property
-    def is_slow(self) -> bool:
-        return is_slow(self.other)
-
-    def settle(self, is_wanted: Callable[[], bool]) -> None:
-        """In a thread: it touches nothing but the other constraint."""
-        other: Any = self.other
-        other.settle(is_wanted)
-
-    @property
-    def settle_async(self) -> Any:
-        """Of the other constraint, if it has one."""
-        return getattr(self.other, "settle_async", None)
+    def wrapped(self) -> Constraint | None:
+        return self.other
 
     def _sync(self) -> None:
         """Read the context's tokens, unless it has all but those accepted last: drafts."""

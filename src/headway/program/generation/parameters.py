@@ -11,21 +11,25 @@ likeliest token whatever a model's publisher recommends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from headway.base.adapters import AdapterMix
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
-from headway.base.generation import PARAMETERS, parameters_of
-from headway.base.masks import Mask
-from headway.base.probes import Ranking
-from headway.base.samplers import Sampler, Sampling, resolve
+from headway.base.specs.adapters import AdapterMix
+from headway.base.specs.generation import PARAMETERS, parameters_of
+from headway.base.specs.logits_rules import NAMES as RULES
+from headway.base.specs.logits_rules import LogitsRuleValues
+from headway.base.specs.masks import Mask
+from headway.base.specs.probes import Ranking
+from headway.base.specs.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
 from headway.program.adapters import AdapterArgument, mix_of
+from headway.program.checks.readouts import checked_probes
 from headway.program.constraints.constraint import Constraint, check_constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.defaults import FILE, SAMPLED, GenerationDefaults
-from headway.program.generation.draws import Probes, checked_probes
+from headway.program.generation.draws import Probes
 from headway.program.generation.hooks import LogitsHook, PrepareHook
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.stops import listed_stops
@@ -35,7 +39,9 @@ if TYPE_CHECKING:
     from headway.program.context import Context
 
 MAX_TOKENS = PARAMETERS["max_tokens"].default
+NO_FILE = GenerationDefaults()
 BY_FILE = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "no_repeat_ngram_size")
+IN_FILES = parameters_of("file")
 BY_CALL = ("constrain", "attention_mask", "speculate", "verify", "prepare", "logits")  # taken as they are given
 
 
@@ -55,6 +61,16 @@ class Options(TypedDict, total=False):
     epsilon_cutoff: float | None
     eta_cutoff: float | None
     repetition_penalty: float | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_penalty_last_n: int | None
+    dry_sequence_breakers: Iterable[str] | None
+    xtc_probability: float | None
+    xtc_threshold: float | None
+    mirostat: int | None
+    mirostat_tau: float | None
+    mirostat_eta: float | None
     no_repeat_ngram_size: int | None
     bad_words_ids: Iterable[Iterable[int]] | None
     sequence_bias: Mapping[tuple[int, ...], float] | Iterable[tuple[Iterable[int], float]] | None
@@ -109,6 +125,7 @@ class Parameters:
     verify: Literal["match", "rejection"] = "match"
     prepare: PrepareHook | None = None
     logits: LogitsHook | None = None
+    rules: LogitsRuleValues | None = None
     adapter: AdapterMix | None = None
 
     @property
@@ -122,6 +139,7 @@ def settle(context: Context, sampler: Sampler | None, options: Mapping[str, Any]
     End tokens that the model's file names, besides its tokenizer's, become stops.
     """
     engine, prompt = context.engine, len(context.tokens)
+    own = None if sampler is None else resolve(sampler)
     stop_only, penalize_prompt = (PARAMETERS[name].check(options[name]) for name in ("stop_only", "penalize_prompt"))
     adapter, probe = mix_of(engine, options["adapter"]), checked_probes(engine.config, options["probe"])
     given = _given(options)
@@ -129,14 +147,14 @@ def settle(context: Context, sampler: Sampler | None, options: Mapping[str, Any]
     check_drafter(options["speculate"], options["verify"])
     _check_pair("max_tokens", given.max_new_tokens, "max_length", given.max_length)
     _check_pair("min_tokens", given.min_new_tokens, "min_length", given.min_length)
-    base = engine.generation_defaults if sampler is None else GenerationDefaults()
-    chosen = _override(base, given)
+    base = engine.generation_defaults if own is None else NO_FILE
+    chosen = given if base is NO_FILE else _override(base, given)
     limit = chosen.max_tokens(prompt)
     if limit is None:
         limit = MAX_TOKENS if chosen.value("num_beams") == 1 else min(MAX_TOKENS, max(context._room(), 1))
     ends = () if stop_only else sorted(set(base.eos_ids or ()).difference(engine.eos_ids))
     settled = Parameters(
-        sampler=_file_sampler(chosen, given) if sampler is None else _given_sampler(resolve(sampler), given),
+        sampler=_file_sampler(chosen, given) if own is None else _given_sampler(own.without_rules(), given),
         max_tokens=limit,
         min_tokens=chosen.min_tokens(prompt),
         words=WordBias.of(chosen.bad_words_ids, chosen.sequence_bias, engine.vocab_size),
@@ -148,6 +166,8 @@ def settle(context: Context, sampler: Sampler | None, options: Mapping[str, Any]
         **{name: chosen.value(name) for name in BY_FILE},
         **{name: options[name] for name in BY_CALL},
     )
+    rules = LogitsRuleValues.of({name: options[name] for name in RULES}, None if own is None else own.rules)
+    settled = replace(settled, rules=_checked_rules(rules, settled))
     _check_lengths(settled, given)
     if settled.num_beams == 1:
         _check_without_beams(settled, given)
@@ -156,10 +176,20 @@ def settle(context: Context, sampler: Sampler | None, options: Mapping[str, Any]
     return settled
 
 
+def _checked_rules(rules: LogitsRuleValues, settled: Parameters) -> LogitsRuleValues | None:
+    """DRY, XTC and mirostat; None where all of them are off."""
+    if rules.is_off:
+        return None
+    for name, is_given in (("speculate", settled.speculate is not None), ("num_beams", settled.num_beams > 1)):
+        if is_given:
+            raise Unsupported(f"{name} cannot be given with dry, xtc or mirostat; leave one of them out")
+    return rules
+
+
 def _given(options: Mapping[str, Any]) -> GenerationDefaults:
     """Those of a call's parameters that a model's file may have, too."""
     values: dict[str, Any] = {}
-    for parameter in parameters_of("file"):
+    for parameter in IN_FILES:
         value, name = options[parameter.name], parameter.name_on("file")
         if value is not None and name != parameter.name:  # an error has the name that the caller knows
             value = parameter.check(value)

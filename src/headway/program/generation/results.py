@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Generic
 
-from headway.base.probes import Value_co
+from headway.base.dataclass import dataclass
+from headway.base.specs.probes import Value_co
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import Closed
-from headway.base.probes import Value_co
+from headway.base.specs.probes import Value_co
 from headway.program.output import Output, ProbeHandle, SampleHandle
 
 if TYPE_CHECKING:
-    from headway.program.forward import Execution, Forward
+    from headway.program.execution import Execution
+    from headway.program.forward import Forward
 
 ProbeHandles: TypeAlias = ProbeHandle[Any] | tuple[ProbeHandle[Any], ...] | None  # of one probe, of several, of none
 

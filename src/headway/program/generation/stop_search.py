@@ -28,13 +28,13 @@ class StopSearch:
 
     def push(self, text: str) -> tuple[int, str] | None:
         """More text. Returns where the first stop string in it begins, and which; the first given, of several."""
-        found: dict[int, int] = {}
+        starts: dict[int, int] = {}
         for at, character in enumerate(text if self._stops else "", self._at + 1):
             for i in self._step(character):
-                found.setdefault(i, at - len(self._stops[i].text))
+                starts.setdefault(i, at - len(self._stops[i].text))
         self._at += len(text)
-        first = min(found, key=lambda i: (found[i], i), default=None)
-        return None if first is None else (found[first], self._stops[first].text)
+        first = min(starts, key=lambda i: (starts[i], i), default=None)
+        return None if first is None else (starts[first], self._stops[first].text)
 
     def _step(self, character: str) -> list[int]:
         """One more character; the stops that end with it."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+from headway.base.checks import check_list
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.text import short_repr, shorten
-from headway.program.constraints.json_schema import is_pydantic
+from headway.program.checks.ids import common, token_ids
+from headway.program.constraints.pydantic_schema import is_pydantic
 from headway.program.generation.stop_search import StopSearch
-from headway.program.ids import common, token_ids
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
 STOPS = 1024  # stop strings and stop ids at most
 
 
-def read_stops(stop: str | Iterable[str | int], engine: Engine, only: bool) -> tuple[tuple[str, ...], frozenset[int]]:
+class EngineEnds(Protocol):
+    """What stops are checked against: an engine, here or on a server."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> Collection[int]: ...
+
+
+def read_stops(
+    stop: str | Iterable[str | int], engine: EngineEnds, only: bool
+) -> tuple[tuple[str, ...], frozenset[int]]:
     """The stop strings, and the stop ids, which include the model's own end tokens unless `only`."""
     given = listed_stops(stop)
     if len(given) > STOPS:
@@ -37,9 +50,7 @@ def listed_stops(stop: str | Iterable[str | int]) -> list[str | int]:
     """Stops as a list: one stop string, or several strings and ids."""
     if isinstance(stop, str):
         return [stop]
-    if isinstance(stop, bytes) or not isinstance(stop, Iterable) or getattr(stop, "ndim", 1) == 0:
-        raise WrongType(f"stop is {short_repr(stop)}; it must be a string, or a list of strings and token ids")
-    return list(stop)
+    return check_list(stop, "stop", "a string, or a list of strings and token ids")
 
 
 class StopText:
@@ -140,10 +151,10 @@ class StopText:
 
     def _look(self, text: str) -> None:
         """Take in text that came: it is certain, held back as the beginning of a stop string, or holds one."""
-        found = self._search.push(text)
+        match = self._search.push(text)
         held = self._held + text
-        if found is not None:
-            first, self.stop_string = found
+        if match is not None:
+            first, self.stop_string = match
             self._cut = first
             self.stopped, self._held = True, ""
             self._certain.append(held[: len(held) - (self._known - first)])

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from headway.base.errors import InvalidInput
+from headway.program.checks.ids import common
 from headway.program.constraints.constraint import Constraint
 from headway.program.generation.constrained import GenerationConstraint
 from headway.program.generation.stops import StopText
-from headway.program.ids import common
 
 if TYPE_CHECKING:
     from headway.program.context import Context

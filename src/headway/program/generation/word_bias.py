@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from headway.base.bias import DenseBias
 from headway.base.checks import check_list, check_number, check_token_id
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, InvalidToken, WrongType
-from headway.base.samplers import Sampling, bias_array
+from headway.base.specs.bias import DenseBias
+from headway.base.specs.samplers import Sampling, bias_array
 from headway.base.text import short_repr
 
 Words = tuple[tuple[int, ...], ...]
@@ -40,18 +41,18 @@ class WordBias:
 
     def after(self, tokens: Sequence[int]) -> dict[int, float]:
         """The bias of each token that may follow these, where it has one."""
-        found: dict[int, float] = defaultdict(float)
+        biases: dict[int, float] = defaultdict(float)
         for word, bias in self.biases:
             before = word[:-1]
             if len(before) <= len(tokens) and tuple(tokens[len(tokens) - len(before) :]) == before:
-                found[word[-1]] += bias
-        return dict(found)
+                biases[word[-1]] += bias
+        return dict(biases)
 
     def sampler(self, sampler: Sampling, tokens: Sequence[int]) -> tuple[Sampling, list[int]]:
         """How the token after these is sampled, and those that are forbidden."""
-        found = self.after(tokens)
-        forbidden = sorted(token for token, bias in found.items() if bias == -math.inf)
-        added = {token: bias for token, bias in found.items() if bias not in (0.0, -math.inf)}
+        biases = self.after(tokens)
+        forbidden = sorted(token for token, bias in biases.items() if bias == -math.inf)
+        added = {token: bias for token, bias in biases.items() if bias not in (0.0, -math.inf)}
         if not added:
             return sampler, forbidden
         if sampler.dense_bias is not None:

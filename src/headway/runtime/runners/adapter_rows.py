@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.base.adapters import AdapterMix
+from headway.base.specs.adapters import AdapterMix
 from headway.runtime.adapters import LoadedAdapter
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.kernels.host.attention import AttentionGroup
+from headway.kernels.host.attention import AttentionGroup, Window, is_near
 from headway.runtime.batch import Batch, Segment
 
 
-def plan(batch: Batch, windows: set[int | None], page_size: int) -> dict[int | None, list[AttentionGroup]]:
+def plan(batch: Batch, windows: set[Window], page_size: int) -> dict[Window, list[AttentionGroup]]:
     """Attention groups for every window that occurs in the model."""
     base = [dense_mask(s, page_size) for s in batch.segments]
     plans = {}
@@ -32,15 +32,15 @@ def dense_mask(segment: Segment, page_size: int) -> np.ndarray:
     return mask
 
 
-def windowed(segment: Segment, mask: np.ndarray, window: int | None, page_size: int) -> np.ndarray:
-    """The mask without slots that lie a window or more before the row, by position id."""
+def windowed(segment: Segment, mask: np.ndarray, window: Window, page_size: int) -> np.ndarray:
+    """The mask without slots that lie outside of the row's window, by position id."""
     if window is None:
         return mask
     known = segment.slot_positions
     slots = segment_slots(segment, page_size)
     positions = known[np.minimum(slots, len(known) - 1)]
     rows = known[segment.slots]
-    return mask & (rows[:, None] - positions[None, :] < window)
+    return mask & is_near(window, rows[:, None], positions[None, :])
 
 
 def segment_slots(segment: Segment, page_size: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def _stack(members: list[tuple[Segment, np.ndarray]], page_size: int) -> Attenti
     return AttentionGroup(rows, pages, numbers, mask)
 
 
-def score_group(segment: Segment, row: int, window: int | None, page_size: int) -> AttentionGroup:
+def score_group(segment: Segment, row: int, window: Window, page_size: int) -> AttentionGroup:
     """The group of one row alone, for reading its attention."""
     mask = windowed(segment, dense_mask(segment, page_size), window, page_size)
     i = row - segment.rows.start

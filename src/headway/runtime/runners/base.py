@@ -7,17 +7,18 @@ asked for. A runner without a fast path for decode rows turns them into ordinary
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.models.adapters.bound import BoundAdapter
 from headway.runtime.adapters import DeviceWeights
-from headway.runtime.batch import Batch, Segment, needed_of
+from headway.runtime.batch import Batch, Segment, SegmentStates, needed_of
 from headway.runtime.passes import DecodeMask
 
 DECODE_LIMIT = 256  # decode rows of a step, for runners that hold the logits of each
@@ -153,6 +154,7 @@ def as_segments(batch: Batch, masks: Sequence[DecodeMask | None], page_size: int
                 kept=None,
                 before_position=-1,
                 adapters=None if rows.adapters is None else rows.adapters[i : i + 1],
+                states=None if rows.states is None else _one_row(rows.states[i]),
             )
         )
     return Batch(
@@ -162,6 +164,11 @@ def as_segments(batch: Batch, masks: Sequence[DecodeMask | None], page_size: int
         write_slots=np.concatenate((rows.write_slots, batch.write_slots)),
         segments=(*segments, *(_moved(segment, count) for segment in batch.segments)),
     )
+
+
+def _one_row(states: np.ndarray) -> SegmentStates:
+    before, after = states.tolist()
+    return SegmentStates(before, ((1, after),))
 
 
 def _moved(segment: Segment, by: int) -> Segment:

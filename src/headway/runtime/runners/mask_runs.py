@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from headway.base.brle import Brle
+from headway.base.specs.brle import Brle
+from headway.kernels.host.attention import ChunkWindow, Window
 from headway.runtime.batch import Batch, DecodeRows, Segment
 from headway.runtime.runners.attention_groups import dense_mask, segment_slots, windowed
 
@@ -15,7 +16,7 @@ Numbers = Sequence[int] | np.ndarray
 Runs = tuple[Numbers, Numbers]  # where each row's runs begin [T + 1]; first and end slot of each run, flat
 
 
-def mask_runs(batch: Batch, window: int | None, page_size: int) -> Runs:
+def mask_runs(batch: Batch, window: Window, page_size: int) -> Runs:
     """The runs of every row, decode rows first."""
     if batch.decode is None:
         return _segment_runs(batch.segments, window, page_size)
@@ -26,13 +27,15 @@ def mask_runs(batch: Batch, window: int | None, page_size: int) -> Runs:
     return np.concatenate((at, np.asarray(more_at)[1:] + at[-1])), np.concatenate((pairs, np.asarray(more_pairs)))
 
 
-def _decode_runs(rows: DecodeRows, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _decode_runs(rows: DecodeRows, window: Window) -> tuple[np.ndarray, np.ndarray]:
     """Rows of a model with windows have no masks, and stand at their own positions."""
     count = len(rows)
     if rows.masks is None:
         pairs = np.zeros((count, 2), np.int64)
         pairs[:, 1] = rows.slots + 1
-        if window is not None:
+        if isinstance(window, ChunkWindow):
+            pairs[:, 0] = rows.slots // window.size * window.size
+        elif window is not None:
             pairs[:, 0] = np.maximum(0, pairs[:, 1] - window)
         return np.arange(count + 1), pairs.ravel()
     assert window is None
@@ -44,7 +47,7 @@ def _decode_runs(rows: DecodeRows, window: int | None) -> tuple[np.ndarray, np.n
     return np.array(ends), np.array(flat)
 
 
-def _segment_runs(segments: Sequence[Segment], window: int | None, page_size: int) -> Runs:
+def _segment_runs(segments: Sequence[Segment], window: Window, page_size: int) -> Runs:
     if window is None and all(len(s.rows) == 1 and s.masks[0] is None for s in segments):
         pairs: list[int] = []
         for segment in segments:  # the common case, without an array for each
@@ -64,7 +67,7 @@ def _segment_runs(segments: Sequence[Segment], window: int | None, page_size: in
     return [0, *accumulate(counts)], np.concatenate(parts) if parts else []
 
 
-def _plain(segment: Segment, window: int | None) -> np.ndarray | None:
+def _plain(segment: Segment, window: Window) -> np.ndarray | None:
     """One run for each row [R, 2], if no row has a mask of its own and positions go up with slots."""
     if any(m is not None for m in segment.masks):
         return None
@@ -73,11 +76,15 @@ def _plain(segment: Segment, window: int | None) -> np.ndarray | None:
         known = segment.slot_positions
         if (np.diff(known) <= 0).any():
             return None
-        first = np.searchsorted(known, known[segment.slots] - window, side="right")
+        own = known[segment.slots]
+        if isinstance(window, ChunkWindow):
+            first = np.searchsorted(known, own // window.size * window.size)
+        else:
+            first = np.searchsorted(known, own - window, side="right")
     return np.stack([first, segment.slots + 1], axis=1)
 
 
-def _rows(segment: Segment, window: int | None, page_size: int) -> list[Brle]:
+def _rows(segment: Segment, window: Window, page_size: int) -> list[Brle]:
     if window is None:
         return [Brle.ones(int(s) + 1) if m is None else m for s, m in zip(segment.slots, segment.masks, strict=True)]
     slots = segment_slots(segment, page_size)

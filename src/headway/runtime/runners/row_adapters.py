@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headway.base.adapters import AdapterMix
-from headway.kernels.reference.lora import Delta, OrderedLowRank, Piece, RowGroup, low_rank
+from headway.base.dataclass import dataclass
+from headway.base.specs.adapters import AdapterMix
+from headway.kernels.reference.lora import Delta, OrderedLowRank, Piece, Reduce, RowGroup, low_rank
 from headway.kernels.reference.quantized import tensor
-from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
+from headway.models.adapters.bound import BoundAdapter, layer_targets, stored_pair
 from headway.models.config import ModelConfig
-from headway.runtime.runners.adapter_rows import by_adapter
+from headway.runtime.runners.adapter_rows import add_to_logits, by_adapter
 
 STACKS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q", "k", "v"),
@@ -25,17 +25,18 @@ STACKS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class TorchAdapter:
-    """An adapter's matrices in float32 by layer and stack."""
+    """An adapter's matrices in float32 by layer and stack, and those of the output matrix."""
 
     layers: tuple[Mapping[str, Sequence[Piece]], ...]
+    outputs: tuple[Mapping[str, int], ...]  # of each layer's stacks
+    head: Piece | None = None
 
     @classmethod
     def of(cls, adapter: BoundAdapter, config: ModelConfig, device: torch.device, *, half: bool) -> TorchAdapter:
         """With `half`, rounded to float16, as the adapters of quantized weights are."""
-        outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
-        layers = []
-        for pairs in adapter.layers:
-            stacks: dict[str, list[Piece]] = {}
+        layers, outputs = [], []
+        for l, pairs in enumerate(adapter.layers):
+            shapes, stacks, sizes = layer_targets(config, l), dict[str, list[Piece]](), dict[str, int]()
             for stack, roles in STACKS.items():
                 first = 0
                 for role in roles:
@@ -43,13 +44,39 @@ class TorchAdapter:
                         a, b, factor = stored_pair(pair, half=half)
                         a, b = (tensor(t).to(device, torch.float32) for t in (a, b))
                         stacks.setdefault(stack, []).append(Piece(a, b, factor, first))
-                    first += outputs.get(role, 0)
+                    first += shapes[role][0] if role in shapes else 0
+                sizes[stack] = first
             layers.append(stacks)
-        return cls(tuple(layers))
+            outputs.append(sizes)
+        return cls(tuple(layers), tuple(outputs), head_on(adapter, device))
 
     @property
     def nbytes(self) -> int:
+        """Of the layers' matrices; `LoadedAdapter` counts the output matrix's."""
         return sum(p.a.nbytes + p.b.nbytes for layer in self.layers for pieces in layer.values() for p in pieces)
+
+
+def head_on(adapter: BoundAdapter, device: torch.device) -> Piece | None:
+    """What an adapter adds to the logits, on a device."""
+    if adapter.head is None:
+        return None
+    a, b, factor = stored_pair(adapter.head, half=False)
+    return Piece(tensor(a).to(device), tensor(b).to(device), factor, 0)
+
+
+def add_heads(logits: Tensor, h: Tensor, mixes: Sequence[AdapterMix | None]) -> None:
+    """Add what adapters of the output matrix make of normed rows h [R, E] to logits [R, V], in place.
+
+    Every row is computed by itself: its bits depend on nothing else, and on a CPU are those of the native step.
+    """
+    if logits.device.type == "cpu":
+        add_to_logits(logits.numpy(), h.float().numpy(), mixes)
+        return
+    for adapter, rows, scales in by_adapter(mixes):
+        head: Piece | None = getattr(adapter.weights, "head", None)
+        if head is not None:
+            for row, scale in zip(rows, scales, strict=True):
+                logits[row] += (head.b @ (head.a @ h[row].float())) * (scale * head.factor)
 
 
 class TorchRowAdapters:
@@ -58,14 +85,14 @@ class TorchRowAdapters:
     def __init__(
         self,
         mixes: Sequence[AdapterMix | None],
-        config: ModelConfig,
         device: torch.device,
         *,
         by_row: bool,
         ordered: bool,
+        reduce: Reduce | None = None,
     ) -> None:
-        self._by_row, self._ordered, shapes = by_row, ordered, target_shapes(config)
-        self._outputs = {stack: sum(shapes[r][0] for r in roles if r in shapes) for stack, roles in STACKS.items()}
+        """`reduce` sums over ranks what A makes of inputs that are split over them: those of out and down."""
+        self._by_row, self._ordered, self._reduce = by_row, ordered, reduce
         self._groups: list[tuple[RowGroup, TorchAdapter]] = []
         for adapter, rows, scales in by_adapter(mixes):
             assert isinstance(adapter.weights, TorchAdapter)
@@ -79,4 +106,6 @@ class TorchRowAdapters:
             return None
         if self._ordered:
             return OrderedLowRank(x, groups)
-        return low_rank(x, self._outputs[stack], groups, by_row=self._by_row)
+        reduce = self._reduce if stack in ("out", "down") else None
+        outputs = self._groups[0][1].outputs[layer][stack]
+        return low_rank(x, outputs, groups, by_row=self._by_row, reduce=reduce)

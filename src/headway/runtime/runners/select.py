@@ -6,32 +6,32 @@ step, with the same bits. On other devices, and with a dtype that was asked for,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.base.arrays import is_tensor
 from headway.base.config import Settings
-from headway.base.device import CPU, AnyDevice
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
-from headway.base.extras import need_torch
+from headway.base.system.device import CPU, AnyDevice
+from headway.base.system.extras import need_torch
 from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import HostPool, Pool
-from headway.models.capabilities import why_not_fast
-from headway.models.config import read_config
-from headway.models.families import is_llama_like
-from headway.models.load import LoadProgress, has_quantized, load_quantized_model, stored_dtype
+from headway.models.capabilities import check_split, why_no_native_layers, why_no_triton_layers
+from headway.models.config import ModelConfig, read_config
 from headway.models.quantized.cache import WeightCache
-from headway.models.quantized.cpu import QuantizedDecoder, interleave_decoder
+from headway.models.quantized.cpu import QuantizedDecoder
 from headway.models.quantized.repack import check_quantize
+from headway.models.weights.load import LoadProgress, has_quantized, load_quantized_model, stored_dtype
 from headway.runtime.device import DTYPES, dtype_name, pick_dtype
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Runner
 
 if TYPE_CHECKING:
     from headway.models.decoder import Decoder
+    from headway.runtime.runners.parallel.launch import Ranks
 
 REFERENCE = "the reference was asked for"
 
@@ -49,50 +49,102 @@ class Backend:
     triton: bool = False
     reference: Decoder | None = None
     stored: str | None = None  # the float type of the file's matrices, if they have one
+    ranks: Ranks | None = None  # the other processes, where `decoder` is rank 0's share of a model
+    whole: ModelConfig | None = None  # the config of the whole model, then
+
+    def use_threads(self, count: int) -> None:
+        """Set the threads of torch in this thread, where it computes."""
+        if self.thread_pool is None:
+            import torch
+
+            torch.set_num_threads(max(1, count // self.tensor_parallel))
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return self.decoder.config if self.whole is None else self.whole
+
+    @property
+    def tensor_parallel(self) -> int:
+        """How many ranks compute."""
+        return 1 if self.ranks is None else self.ranks.size
 
     @property
     def name(self) -> str:
+        if self.ranks is not None:
+            return f"{'triton' if self.triton else 'torch'}, {self.ranks.size} ranks"
         if self.thread_pool is not None:
             return f"native, {ISA_NAMES[self.thread_pool.isa]}"
         return "triton" if self.triton else "torch"
 
-    def new_pool(self, *, pages: int, page_size: int, dtype: str) -> Pool:
-        """The KV cache in memory, all zeros, its numbers in one of `kv_dtype`'s types."""
+    def new_pool(self, *, pages: int, page_size: int, dtype: str, places: int = 0) -> Pool:
+        """The KV cache in memory, all zeros, its numbers in one of `kv_dtype`'s types, and with `places` for recurrent
+        state."""
         decoder: Any = self.decoder
+        if self.ranks is not None:
+            from headway.runtime.runners.parallel.runner import RankPool
+
+            how: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": dtype}
+            return RankPool(decoder, self.ranks, **how, by_head=self.triton)
         c = decoder.config
-        sizes = {"layers": c.layers, "pages": pages, "page_size": page_size}
+        sizes: dict[str, Any] = {"layers": len(c.kv_layers), "pages": pages, "page_size": page_size}
+        shapes = [c.kv_shape(layer) for layer in c.kv_layers]
         sizes |= {"kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        if self.thread_pool is None:
+            decoder = self.reference or decoder
+        latent, inv_freq = c.description.latent, decoder.inv_freq
+        if latent is not None:
+            sizes["value_dim"] = latent.size
+        if recurrent := len(c.recurrent_layers):
+            sizes["states"] = (places, recurrent, c.state_values // recurrent)
+        if len(c.kv_layers) < c.layers:
+            inv_freq = inv_freq[list(c.kv_layers)] if inv_freq.ndim == 2 else inv_freq
         if self.thread_pool is not None:
-            return HostPool(**sizes, inv_freq=decoder.inv_freq, dtype=dtype)
+            return HostPool(**sizes, inv_freq=inv_freq, dtype=dtype)
         import torch
 
         from headway.kv.tensor_pool import TensorPool
 
-        decoder = self.reference or decoder
-        where = {"dtype": getattr(torch, dtype), "device": decoder.device, "inv_freq": decoder.inv_freq}
+        where = {"dtype": getattr(torch, dtype), "device": decoder.device, "inv_freq": inv_freq}
+        if any((shape.heads, shape.dim) != (c.kv_heads, c.head_dim) for shape in shapes):
+            from headway.kv.slot_pool import SlotPool
+
+            assert c.description.ropes is not None
+            rotated = [c.description.ropes[layer].dim for layer in c.kv_layers]
+            heads = [(shape.heads, shape.dim) for shape in shapes]
+            return SlotPool(shapes=heads, rotated=rotated, pages=pages, page_size=page_size, **where)
         return TensorPool(**sizes, **where, by_head=self.triton)
+
+    def release_pool(self) -> None:
+        """Nobody computes over the pages any more: other processes give up theirs."""
+        if self.ranks is not None:
+            self.ranks.give_up_pages()
 
     @property
     def format(self) -> str:
         """How the weights are kept."""
         if isinstance(self.decoder, QuantizedDecoder):
             return ", ".join(self.decoder.formats())
+        if self.ranks is not None:
+            return dtype_name(self.decoder.dtype)
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
-        found = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
-        return ", ".join(dict.fromkeys(filter(None, found))) or dtype_name(self.decoder.dtype)
+        labels = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
+        return ", ".join(dict.fromkeys(filter(None, labels))) or dtype_name(self.decoder.dtype)
 
     @property
     def activations(self) -> str:
         """The narrowest float type that activations are rounded to; quantized formats of CUDA devices take float16."""
         dtype = dtype_name(self.decoder.dtype)
-        halved = not isinstance(self.decoder, QuantizedDecoder) and not is_tensor(self.decoder.output)
+        floats = self.ranks is not None or is_tensor(self.decoder.output)
+        halved = not isinstance(self.decoder, QuantizedDecoder) and not floats
         return "float16" if halved and dtype == "float32" else dtype
 
     def kv_dtype(self, name: str) -> str:
-        """What keys and values are stored in: `name`, or for auto what the model computes in."""
+        """What keys and values are stored in: `name`. Auto is float16 for quantized weights on a CPU, whose own error
+        is far larger, and else what the model computes in."""
         own, cpu = dtype_name(self.decoder.dtype), self.decoder.device.type == "cpu" and not self.triton
         if isinstance(name, str) and name == "auto":
-            return own
+            return "float16" if isinstance(self.decoder, QuantizedDecoder) and self.decoder.is_quantized else own
         if not isinstance(name, str) or name not in DTYPES:
             raise InvalidInput(f"kv_dtype {short_repr(name)} is not known; it takes auto, float32, bfloat16 or float16")
         if DTYPES[name] != own and not (cpu and own == "float32"):
@@ -109,6 +161,11 @@ class Backend:
         Weights are dequantized, and activations quantized where the format says so.
         """
         need_torch("the reference")
+        if self.ranks is not None:
+            raise Unsupported(
+                "validation computes a model whole, and this process has a share of it; leave out "
+                "tensor_parallel= to validate"
+            )
         from headway.models.quantized.reference import float_decoder, reference_decoder
 
         if isinstance(self.decoder, QuantizedDecoder):
@@ -129,6 +186,16 @@ class Backend:
     def runner(self, pool: Any, page_size: int, *, deterministic: bool, profiler: Profiler) -> Runner:
         """What computes batches over the pages of this pool, which is one of `new_pool`."""
         decoder = self.reference or self.decoder
+        if self.ranks is not None:
+            from headway.runtime.runners.parallel.runner import ParallelRunner
+
+            assert not isinstance(decoder, QuantizedDecoder)
+            how: dict[str, Any] = {"deterministic": deterministic, "profiler": profiler, "ranks": self.ranks}
+            if self.triton:
+                from headway.runtime.runners.parallel.cuda import ParallelCudaRunner
+
+                return ParallelCudaRunner(decoder, pool, page_size, **how)
+            return ParallelRunner(decoder, pool, page_size, **how)
         if isinstance(decoder, QuantizedDecoder):
             from headway.runtime.runners.cpu.runner import NativeRunner
 
@@ -152,9 +219,14 @@ def open_backend(
     quantize: str | None,
     settings: Settings,
     progress: LoadProgress | None = None,
+    tensor_parallel: int = 1,
 ) -> Backend:
-    """Load a model, or take one that is in memory, for the best that can compute it here."""
+    """Load a model, or take one that is in memory, for the best that can compute it here; or a share of it on each of
+    several ranks."""
     check_quantize(quantize)
+    if tensor_parallel > 1:
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads, "quantize": quantize}
+        return open_ranks(model, tensor_parallel, **how, settings=settings, progress=progress)
     if quantize is not None and not isinstance(model, Path):
         raise Unsupported(f"quantize={quantize!r} is for models read from files; this one is in memory already")
     if quantize == "fp8" and device.type != "cuda" and settings.native != "triton":
@@ -168,7 +240,7 @@ def open_backend(
     if reason is not None:
         need_torch(f"computing this model without the native step ({reason})", _extra(device))
         config = read_config(model) if isinstance(model, Path) else model.config
-        fast = why_not_triton(device, settings) or why_not_fast(config)
+        fast = why_not_triton(device, settings) or why_no_triton_layers(config)
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
         if settings.native == "require" and fast is not None:
@@ -184,22 +256,24 @@ def open_backend(
             stored = stored_dtype(model)
             kept, kind = pick_dtype(dtype, device, stored), as_kind(quantize)
             there = torch.device(str(device))
-            found = load_cuda_quantized_model(model, kind, dtype=getattr(torch, kept), device=there, progress=progress)
-            return Backend(found, None, "", triton=True, stored=stored)
+            decoder = load_cuda_quantized_model(
+                model, kind, dtype=getattr(torch, kept), device=there, progress=progress
+            )
+            return Backend(decoder, None, "", triton=True, stored=stored)
         if fast and device.type == "cpu" and isinstance(model, Path) and _stays_quantized(model, dtype, quantize):
             keep = dtype == "auto"
             held = load_quantized_model(model, thread_pool=None, keep=keep, quantize=quantize, progress=progress)
             return _reference(held, reason, stored_dtype(model))
-        if quantize is not None and (why := why_not_fast(config)) is not None:
-            raise Unsupported(f"quantize={quantize!r} is not for this model: {why}; leave it out")
         if quantize is not None:
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
         stored = stored_dtype(model) if isinstance(model, Path) else None
-        found = _torch_model(model, pick_dtype(dtype, device, stored), device, progress)
-        return Backend(found, None, reason if fast else "", triton=fast is None, stored=stored)
+        decoder = _torch_model(model, pick_dtype(dtype, device, stored), device, progress)
+        return Backend(decoder, None, reason if fast else "", triton=fast is None, stored=stored)
     thread_pool = _thread_pool(threads, settings)
     if not isinstance(model, Path):
+        from headway.models.quantized.interleave import interleave_decoder
+
         return Backend(interleave_decoder(model), thread_pool, "")
     packed = load_quantized_model(
         model, thread_pool=thread_pool, keep=dtype == "auto", quantize=quantize, progress=progress,
@@ -208,14 +282,71 @@ def open_backend(
     return Backend(packed, thread_pool, "", stored=stored_dtype(model))
 
 
+def open_ranks(
+    model: Path | Decoder | QuantizedDecoder,
+    size: int,
+    *,
+    dtype: str,
+    device: AnyDevice,
+    threads: int,
+    quantize: str | None,
+    settings: Settings,
+    progress: LoadProgress | None = None,
+) -> Backend:
+    """A model split over ranks. What cannot be split is refused before any process starts."""
+    need_torch(f"tensor_parallel={size}", _extra(device))
+    import torch
+
+    from headway.runtime.runners.parallel.collectives import why_no_collectives
+    from headway.runtime.runners.parallel.launch import Ranks
+
+    setting = f"tensor_parallel={size}"
+    config = read_config(model) if isinstance(model, Path) else model.config
+    check_split(config, size)
+    if (missing := why_no_collectives(device.type)) is not None:
+        raise Unsupported(f"{setting}: {missing}; install another torch")
+    if device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"{setting} is for CPUs and CUDA devices, not for {device}; leave it out")
+    if device.type == "cuda" and (count := torch.cuda.device_count()) < (device.index or 0) + size:
+        raise Unsupported(f"{setting} needs {size} CUDA devices from {device} on, and this machine has {count}")
+    quantized = has_quantized(model) if isinstance(model, Path) else isinstance(model, QuantizedDecoder)
+    check_float_ranks(size, device, dtype if isinstance(model, Path) else "auto", quantize, quantized=quantized)
+    if isinstance(model, Path):
+        stored = stored_dtype(model)
+        kept = pick_dtype(dtype, device, stored)
+    else:
+        stored, kept = None, dtype_name(model.dtype)
+    fast = why_not_triton(device, settings) or why_no_triton_layers(config)
+    ranks = Ranks(size, torch.device(device.type, device.index or 0) if device.type == "cuda" else torch.device("cpu"))
+    try:
+        assert not isinstance(model, QuantizedDecoder)
+        each = max(1, threads // size)
+        torch.set_num_threads(each)
+        own = ranks.load(model, config, dtype=kept, threads=each, triton=fast is None, progress=progress)
+    except BaseException:
+        ranks.close()
+        raise
+    reason = f"tensor_parallel is {size}" + ("" if device.type == "cpu" or fast is None else f", and {fast}")
+    return Backend(own, None, reason, triton=fast is None, stored=stored, ranks=ranks, whole=config)
+
+
+def check_float_ranks(size: int, device: AnyDevice, dtype: str, quantize: str | None, *, quantized: bool) -> None:
+    """Raise if ranks would have quantized weights: of a file that stays as it is on a CPU, or by `quantize`."""
+    setting = f"tensor_parallel={size} computes float weights"
+    if quantize is not None:
+        raise Unsupported(f"{setting}: leave out quantize={quantize!r}, or tensor_parallel")
+    if quantized and device.type == "cpu" and dtype == "auto":
+        raise Unsupported(f"{setting}, and this model's are quantized; add dtype='float32' to dequantize them")
+
+
 def _extra(device: AnyDevice) -> str:
     return "cuda" if device.type == "cuda" else "torch"
 
 
 def _stays_quantized(model: Path, dtype: str, quantize: str | None) -> bool:
     """Whether a model on the CPU has quantized matrices: its file's own, or those that `quantize` makes."""
-    if not is_llama_like(read_config(model)):
-        return False  # the files of others are read as floats
+    if why_no_native_layers(read_config(model)) is not None:
+        return False  # they become floats
     if quantize is not None:
         return pick_dtype(dtype, CPU) == "float32"
     return dtype == "auto" and has_quantized(model)
@@ -242,12 +373,12 @@ def why_not_native(
         return f"HEADWAY_NATIVE is {settings.native}"
     if device.type != "cpu":
         return f"it runs on the CPU, not on {device}"
-    if why := why_not_fast(read_config(model) if isinstance(model, Path) else model.config):
-        return why
     computed = pick_dtype(dtype, device) if isinstance(model, Path) else dtype_name(model.dtype)
     if computed != "float32":
         return f"it computes in float32, not in {computed}"
-    return open_library().missing or None
+    return why_no_native_layers(read_config(model) if isinstance(model, Path) else model.config) or (
+        open_library().missing or None
+    )
 
 
 def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
@@ -264,6 +395,6 @@ def _torch_model(model: Path | Decoder, dtype: str, device: AnyDevice, progress:
         return model
     import torch
 
-    from headway.models.load_tensors import load_model
+    from headway.models.weights.load_tensors import load_model
 
     return load_model(model, dtype=getattr(torch, dtype), device=torch.device(str(device)), progress=progress)

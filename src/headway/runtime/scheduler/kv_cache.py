@@ -8,16 +8,17 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError, Unsupported
 from headway.kv.allocator import Allocator
 from headway.kv.prefix import chain, root
 from headway.kv.table import PageTable
 from headway.runtime.edits import Damage
 from headway.runtime.job import PATIENCE, Job, Queue
-from headway.runtime.passes import Pass
+from headway.runtime.scheduler.job_states import JobStates, replay_pass
 
 SPARE = 4  # pages are handed out early while more than one page in SPARE is free
 
@@ -43,6 +44,7 @@ class KVCache:
     """Who holds pages, who computes which page, and whom to preempt."""
 
     allocator: Allocator
+    states: JobStates | None = None  # of a model with recurrent layers
     caching: bool = True
     tables: weakref.WeakSet[PageTable] = field(default_factory=weakref.WeakSet)
     computing: dict[bytes, Job] = field(default_factory=dict)
@@ -61,22 +63,26 @@ class KVCache:
             job.started = True
             return Start.READY
         keys, readable = self._keys(job), _readable(job) // size
-        found = self._found(keys, readable)
-        if len(found) < readable and self._in_progress(keys, len(found), job):
+        cached = self._cached_pages(keys, readable)
+        if self.states is not None:
+            cached = [] if table.is_preempted else cached[: self.states.hits(keys, cached)]
+        if len(cached) < readable and self._in_progress(keys, len(cached), job):
             return Start.WAITS
-        if ahead and not self.plenty(fresh - len(found)):
+        if ahead and not self.plenty(fresh - len(cached)):
             return Start.BLOCKED
         old = self._old_pages(table)
-        self.allocator.share([*old, *found])
-        fresh, back = fresh - len(found), len(table.absent()) - len(old)
+        self.allocator.share([*old, *cached])
+        fresh, back = fresh - len(cached), len(table.absent()) - len(old)
         if not self._make_room(fresh + back, job, queue, force):
-            self.allocator.drop([*old, *found])
+            self.allocator.drop([*old, *cached])
             return Start.BLOCKED
         job.started = True
-        job.keys, job.hits, job.done = keys, len(found), len(found) * size
-        job.pages = [*found, *self.allocator.take(fresh)]
-        for key in keys[len(found) :]:
+        job.keys, job.hits, job.done = keys, len(cached), len(cached) * size
+        job.pages = [*cached, *self.allocator.take(fresh)]
+        for key in keys[len(cached) :]:
             self.computing.setdefault(key, job)
+        if self.states is not None and cached:
+            self.states.start_at(job, keys[len(cached) - 1])
         if table.is_preempted:
             job.replay_pages = [*old, *self.allocator.take(back)]
             self._replay(job, table.absent()[0] + len(old))
@@ -100,20 +106,15 @@ class KVCache:
         table = job.table
         if table.host is not None or table.length <= known * table.page_size:
             self.resumed(job)
-            return
-        masks = table.masks
-        job.replay = Pass(
-            tokens=tuple(table.tokens),
-            positions=tuple(table.positions),
-            masks=None if all(m is None for m in masks) else tuple(masks),
-            adapters=None if all(a is None for a in table.adapters) else tuple(table.adapters),
-        )
-        job.replayed = known * table.page_size
+        elif self.states is not None:
+            self.states.replay(job, known * table.page_size)
+        else:
+            job.replay, job.replayed = replay_pass(table), known * table.page_size
 
     def resumed(self, job: Job) -> None:
-        """The old slots of a preempted table are computed again."""
+        """The old slots of a table are computed again."""
         job.table.resume(job.replay_pages)
-        job.replay, job.replay_pages, job.replayed = None, [], 0
+        job.replay, job.replay_pages, job.replayed, job.replay_from = None, [], 0, 0
 
     def computed(self, job: Job) -> None:
         """A chunk is done: others can find its whole pages already."""
@@ -123,6 +124,8 @@ class KVCache:
         for i in range(job.hits, min(len(job.keys), job.done // size)):
             self.allocator.register(job.pages[i], job.keys[i])
             self.stop_computing(job, job.keys[i])
+        if self.states is not None:
+            self.states.register(job)
 
     def give_back(self, job: Job) -> None:
         """A job ends without success, or starts over."""
@@ -131,6 +134,8 @@ class KVCache:
         for key in job.keys:
             self.stop_computing(job, key)
         self.allocator.drop([*job.pages, *job.replay_pages])
+        if self.states is not None:
+            self.states.give_back(job)
         job.reset()
 
     def finished(self, job: Job) -> None:
@@ -155,7 +160,7 @@ class KVCache:
             return []
         return chain(table.last_key, work.tokens, work.positions, work.masks, size, adapters=work.adapters)
 
-    def _found(self, keys: list[bytes], limit: int) -> list[int]:
+    def _cached_pages(self, keys: list[bytes], limit: int) -> list[int]:
         """The leading pages that are in the prefix cache, at most `limit`."""
         pages = []
         for key in keys[:limit]:
@@ -180,6 +185,12 @@ class KVCache:
                 pages.append(page)
         return pages
 
+    def clear(self) -> int:
+        """Forget every cached page; returns how many became free."""
+        if self.states is not None:
+            self.states.states.forget_keys()
+        return self.allocator.clear_cache()
+
     def pin(self, name: object, pages: Sequence[int], until: float) -> None:
         """Hold pages under a name, in place of what it held before."""
         self.allocator.share(pages)
@@ -201,7 +212,7 @@ class KVCache:
     def cached_prefix(self, salt: str, tokens: Sequence[int], size: int) -> list[int]:
         """The cached pages that hold the beginning of a plain sequence."""
         keys = chain(root(salt), tokens, range(len(tokens)), None, size)
-        return self._found(keys, len(keys))
+        return self._cached_pages(keys, len(keys))
 
     # -- preemption -------------------------------------------------------------------------------------------------
 
@@ -235,6 +246,13 @@ class KVCache:
         table.preempt()
         self.preemptions += 1
 
+    def free_states(self, but: Job, queue: Queue) -> None:
+        """Every other job gives up the recurrent state it holds: a decoding sequence computes it again, and a pass that
+        had started begins again. No step is in flight."""
+        for job in queue:
+            if job is not but and job.state is not None:
+                self.give_back(job)
+
     def preempt_all(self, queue: Queue) -> None:
         """Every context gives up its pages, and nothing stays cached or pinned."""
         for table in [t for t in self.tables if not t.closed]:
@@ -265,18 +283,20 @@ class KVCache:
     def _start_over(self, table: PageTable, queue: Queue) -> None:
         """Passes of a context that had started begin again."""
         for job in queue.of(table):
-            if job.started or job.chunk is not None:
+            if job.started or job.chunk is not None or job.state is not None:
                 self.give_back(job)
 
     def _empty(self) -> None:
         for name in list(self.pins):
             self.unpin(name)
         self.allocator.clear_cache()
+        if self.states is not None:
+            self.states.states.forget_all()
 
     def affected(self, damage: Damage) -> dict[PageTable, HeadwayError]:
         """The contexts that hold damaged pages."""
-        found = {t: damage.of(t.held(), t.host) for t in self.tables if not t.closed}
-        return {table: error for table, error in found.items() if error is not None}
+        errors = {t: damage.of(t.held(), t.host) for t in self.tables if not t.closed}
+        return {table: error for table, error in errors.items() if error is not None}
 
     def recover(self, damage: Damage, affected: Mapping[PageTable, HeadwayError], queue: Queue) -> None:
         """Take damaged pages out of the prefix cache; passes that hold some begin again, and contexts give them up."""

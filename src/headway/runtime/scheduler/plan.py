@@ -10,19 +10,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from headway.base.errors import DeadlineExceeded, HeadwayError, InvalidMask, OutOfPages, PassFailed
-from headway.base.masks import check_rows
-from headway.kv.table import Log, PageTable
+from headway.base.dataclass import dataclass
+from headway.base.errors import HeadwayError, InvalidMask, OutOfPages, PassFailed
+from headway.base.specs.masks import check_rows
+from headway.kv.table import Log
 from headway.runtime.batch import Batch, Chunk, joined, lay_out, needed_pages, pack
 from headway.runtime.edits import Damage
 from headway.runtime.job import PATIENCE, Delivery, Job, Queue
 from headway.runtime.passes import BEFORE, DecodeMask
 from headway.runtime.runners.base import Runner, SegmentResult, StepResult
+from headway.runtime.scheduler.admission import late
+from headway.runtime.scheduler.chunks import (
+    chosen_chunk,
+    is_nearly_done,
+    is_prefill,
+    last_position,
+    new_chunk,
+    tokens_that_fit,
+    trimmed_pages,
+)
 from headway.runtime.scheduler.kv_cache import KVCache, Start
 from headway.runtime.scheduler.order import ordered
 from headway.runtime.scheduler.run_ahead import RunAhead
+from headway.runtime.scheduler.step_plan import StepPlan
+from headway.runtime.scheduler.step_time import StepTime
 
 
 @dataclass
@@ -38,24 +51,6 @@ class Counters:
     accepted: int = 0  # of these, tokens that were kept
 
 
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """One step: whose rows it has, and the batch that the runner computes."""
-
-    decode_jobs: Sequence[Job]
-    chunks: Sequence[tuple[Job, Chunk]]
-    batch: Batch
-
-    @property
-    def jobs(self) -> list[Job]:
-        return [*self.decode_jobs, *(job for job, _ in self.chunks)]
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the logit mask of a decode row depends on the token sampled before it."""
-        return any(job.decode is not None and job.decode.constraint is not None for job in self.decode_jobs)
-
-
 class Scheduler:
     """Plans steps and applies their results. Deliveries gather in `outbox`: a job, and its error if it failed."""
 
@@ -69,12 +64,14 @@ class Scheduler:
         *,
         trim: bool,
         positions: bool,
+        step_time: StepTime | None = None,
     ) -> None:
         self.counters = Counters()
         self.outbox: list[Delivery] = []
         self.run_ahead = RunAhead(kv_cache, runner, positions=positions, trim=trim)
         self._queue, self._kv_cache, self._runner = queue, kv_cache, runner
         self._budget, self._mixed_budget = budget, min(budget, mixed_budget)
+        self._step_time = step_time
         self._trim, self._positions = trim, positions
         self._draining = False  # a job waits that cannot be planned while a step is in flight
 
@@ -92,10 +89,10 @@ class Scheduler:
         """
         after, table = job.after, job.table
         if after is None:
-            if not table.is_preempted and self._kv_cache.start(job, self._queue, ahead=True) is Start.READY:
-                tokens = _share(job, self._budget, alone=False)
-                job.chunk = None if tokens is None else _chunk(job, tokens)
-        elif _nearly_done(after) and not any(r.row == BEFORE for r in job.work.readouts):
+            if not table.must_replay and self._kv_cache.start(job, self._queue, ahead=True) is Start.READY:
+                tokens = tokens_that_fit(job, self._budget, alone=False)
+                job.chunk = None if tokens is None else new_chunk(job, tokens)
+        elif is_nearly_done(after) and not any(r.row == BEFORE for r in job.work.readouts):
             whole = len(job.work.tokens)
             if whole <= self._budget and self._kv_cache.take_ahead(job, after):
                 assert after.chunk is not None
@@ -106,7 +103,7 @@ class Scheduler:
                     base=job.base,
                     part=(0, whole),
                     kept=job.kept_pages,
-                    before_position=after.work.positions[-1] if after.work.positions else _last_position(table),
+                    before_position=after.work.positions[-1] if after.work.positions else last_position(table),
                 )
 
     # -- before a step ---------------------------------------------------------------------------------------------
@@ -121,14 +118,15 @@ class Scheduler:
         elif self._draining or not in_flight.decode_jobs:
             return None  # without decode rows there is nothing to be ahead of
         self._expire()
-        ahead = _decoding(in_flight)
+        ahead = set() if in_flight is None else in_flight.live_decodes
         busy = {} if in_flight is None else {job.table: job for job in in_flight.jobs}
         decodes: list[Job] = []
         slots: list[int] = []
         chunks: list[tuple[Job, Chunk]] = []
         blocked: list[Job] = []
         left, most, run_ahead = self._budget, self._runner.decode_limit, self.run_ahead
-        for job in self._candidates():
+        prefills = self._prefill_tokens(candidates := self._candidates())
+        for job in candidates:
             flies = job in ahead
             if not flies and (job.running or busy.get(job.table, job) is not job):
                 continue  # the step in flight computes it, or still writes to its context, though for nothing
@@ -149,7 +147,7 @@ class Scheduler:
                     self._draining = in_flight is not None
                 if flies or not self._renewed(job):
                     continue  # it is computed as a pass, once its row in flight is applied
-            room = self._room(job, left, len(decodes))
+            room = self._room(job, left, len(decodes), prefills)
             if room <= 0 and job.remaining > 0:
                 job.waited += 1
                 continue
@@ -158,23 +156,32 @@ class Scheduler:
                 job.waited += 1
                 continue
             left -= chunk.stop - chunk.start
+            prefills -= chunk.stop - chunk.start if is_prefill(job) else 0
             chunks.append((job, chunk))
         if blocked and not (decodes or chunks) and in_flight is None:
             chunks = self._forced(blocked)
-        if not (decodes or chunks):
-            return None
-        if not decodes:
+        if decodes:
+            rows = self.run_ahead.lay_out(decodes, slots, () if in_flight is None else in_flight.decode_jobs)
+            return StepPlan(decodes, chunks, pack([c for _, c in chunks], rows, positions=self._positions))
+        if chunks:
             self.run_ahead.forget()
             return StepPlan((), chunks, self._packed(chunks))
-        rows = self.run_ahead.lay_out(decodes, slots, () if in_flight is None else in_flight.decode_jobs)
-        batch = pack([chunk for _, chunk in chunks], rows, positions=self._positions)
-        return StepPlan(decodes, chunks, batch)
+        return None
 
-    def _room(self, job: Job, left: int, decodes: int) -> int:
-        """How many tokens of a job the step may have: beside decode rows, prefills have a budget of their own."""
-        if not decodes or not job.is_divisible:
-            return left
-        return min(left, left + decodes - self._budget + self._mixed_budget)
+    def _prefill_tokens(self, candidates: Sequence[Job]) -> int:
+        """How many tokens of prefills the step may have: fewer where somebody waits for its other rows."""
+        if self._step_time is None or all(map(is_prefill, candidates)):
+            return self._budget
+        return self._step_time.prefill_tokens
+
+    def _room(self, job: Job, left: int, decodes: int, prefills: int) -> int:
+        """How many tokens of a job the step may have: beside decode rows a smaller budget, of which prefills have at
+        least half."""
+        room = left
+        if decodes and job.is_divisible:
+            taken = self._budget - decodes - left
+            room = min(left, max(self._mixed_budget - decodes, self._mixed_budget // 2) - taken)
+        return min(room, prefills) if is_prefill(job) else room
 
     def _candidates(self) -> Sequence[Job]:
         """Jobs that may run, in the order in which they get tokens."""
@@ -208,7 +215,7 @@ class Scheduler:
     def _start(self, job: Job, left: int, blocked: list[Job], *, ahead: bool, alone: bool) -> Chunk | None:
         """The chunk of a job that fits into what is left of the budget, with pages for the whole pass."""
         if not job.started:
-            if ahead and job.table.is_preempted:
+            if ahead and job.table.must_replay:
                 self._draining = True
                 return None
             start = self._kv_cache.start(job, self._queue, ahead=ahead)
@@ -217,20 +224,38 @@ class Scheduler:
                 self._draining = ahead
             if start is not Start.READY:
                 return None
-        tokens = _share(job, left, alone=alone)
-        if tokens is None:
+        chunk = self._chosen(job, left, alone=alone)
+        if chunk is not None and chunk.states is None and self._lacks_states(job, chunk):
+            blocked.append(job)
+            self._draining = ahead
+            job.running = False
             return None
-        return _chosen(job, tokens)
+        return chunk
+
+    def _chosen(self, job: Job, left: int, *, alone: bool) -> Chunk | None:
+        """The next tokens of a started job for a step; None if none of them fit."""
+        if self._kv_cache.states is not None:
+            self._kv_cache.states.find_start(job)
+        tokens = tokens_that_fit(job, left, alone=alone)
+        return None if tokens is None else chosen_chunk(job, tokens)
+
+    def _lacks_states(self, job: Job, chunk: Chunk) -> bool:
+        """Whether there are no places for the recurrent state that a chunk leaves behind."""
+        states = self._kv_cache.states
+        return states is not None and not states.take(job, chunk)
 
     def _forced(self, blocked: list[Job]) -> list[tuple[Job, Chunk]]:
         """Nothing can run: the blocked job with the largest claim preempts any context without a pass, or fails."""
-        job = max(blocked, key=lambda job: job.claim)
-        if self._kv_cache.start(job, self._queue, force=True) is not Start.READY:
+        job = max(blocked, key=lambda job: (job.started, job.claim))
+        if not job.started and self._kv_cache.start(job, self._queue, force=True) is not Start.READY:
             self.fail(job, self._no_room(job))
             return []
-        tokens = _share(job, self._budget, alone=True)
-        assert tokens is not None
-        return [(job, _chosen(job, tokens))]
+        chunk = self._chosen(job, self._budget, alone=True)
+        assert chunk is not None
+        if self._lacks_states(job, chunk):
+            self._kv_cache.free_states(job, self._queue)
+            assert not self._lacks_states(job, chunk)
+        return [(job, chunk)]
 
     def _packed(self, chunks: Sequence[tuple[Job, Chunk]]) -> Batch:
         return pack([chunk for _, chunk in chunks], positions=self._positions)
@@ -301,6 +326,12 @@ class Scheduler:
         """The logit mask of each decode row, now that the tokens it computes are known."""
         return [None if job.abandoned or job.decode is None else job.decode.logit_mask for job in plan.decode_jobs]
 
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """A step took this long; before it is applied."""
+        if self._step_time is not None:
+            prefill = plan.prefill_tokens
+            self._step_time.note(plan.batch.rows - prefill, prefill, seconds)
+
     def apply(self, plan: StepPlan, result: StepResult, in_flight: StepPlan | None) -> None:
         """Fold a step's results into jobs and tables, while the next one may be in flight."""
         now, size = time.perf_counter(), len(plan.decode_jobs) + len(plan.chunks)
@@ -325,15 +356,19 @@ class Scheduler:
     def _apply_chunk(
         self, job: Job, chunk: Chunk, result: SegmentResult | HeadwayError, batch_size: int, now: float
     ) -> None:
-        job.running, job.chunk = False, None
-        if job.abandoned:
-            self._kv_cache.give_back(job)
-            return
-        error = _error(result)
-        if error is not None:
-            self.fail(job, error)
+        job.running = False
+        error = None if job.abandoned else _error(result)
+        if job.abandoned or error is not None:
+            if error is None:
+                self._kv_cache.give_back(job)
+            else:
+                self.fail(job, error)
+            job.chunk = None
             return
         assert isinstance(result, SegmentResult)
+        job.chunk = None
+        if self._kv_cache.states is not None:
+            self._kv_cache.states.computed(job, chunk)
         job.steps += 1
         job.batch_size = max(job.batch_size, batch_size)
         if chunk.work is job.replay:
@@ -355,6 +390,8 @@ class Scheduler:
             if job.table.state is None:
                 job.table.state = result.state
             self._kv_cache.resumed(job)
+            if self._kv_cache.states is not None:
+                self._kv_cache.states.replayed(job)
 
     def _apply_decode_pass(self, job: Job, result: SegmentResult) -> None:
         """A decoding sequence has computed a token as an ordinary pass, and sampled the next."""
@@ -362,12 +399,15 @@ class Scheduler:
         assert decode is not None
         assert isinstance(token, int)
         if job.kept_pages is not None:
-            job.pages_trimmed = _trimmed(job)
+            job.pages_trimmed = trimmed_pages(job)
             self.counters.pages_trimmed += job.pages_trimmed
         decode.as_pass = False
         if decode.cannot_continue(job):
             self._kv_cache.give_back(job)
         else:
+            if (states := self._kv_cache.states) is not None:
+                states.finish(job)
+                states.grown(job)
             decode.append(job, token, job.work.mask(0), result.state)
             assert pages == job.pages == []
             self._kv_cache.finished(job)
@@ -399,11 +439,15 @@ class Scheduler:
         self._queue.remove(job)
         job.before, job.ended = table.mark(), now
         if job.kept_pages is not None or table.has_discards:
-            job.pages_trimmed = _trimmed(job)
+            job.pages_trimmed = trimmed_pages(job)
             self.counters.pages_trimmed += job.pages_trimmed
         masks = (None,) * count if work.masks is None else work.masks
         log = Log(work.tokens, work.positions, masks, 0 if work.causal else work.rows, work.adapters)
+        if (states := self._kv_cache.states) is not None:
+            states.finish(job)
         table.advance(log, job.pages, commit=work.commit, keys=job.keys)
+        if states is not None:
+            states.finished(job)
         if count:
             table.state = result.state
         if table.token_budget is not None:
@@ -433,69 +477,6 @@ class Scheduler:
         for then in self._queue.of(job.table):
             if then.after is job:
                 self.fail(then, PassFailed(f"the pass whose token this one takes failed: {error}"))
-
-
-def late() -> DeadlineExceeded:
-    return DeadlineExceeded("the context's deadline has passed; give it more time with deadline=, or create a new one")
-
-
-def _decoding(plan: StepPlan | None) -> set[Job]:
-    """The jobs of the decode rows in flight that count: the row stands where its table ends."""
-    if plan is None or plan.batch.decode is None:
-        return set()
-    rows = zip(plan.decode_jobs, plan.batch.decode.slots.tolist(), strict=True)
-    return {job for job, slot in rows if not job.abandoned and slot == job.table.length}
-
-
-def _share(job: Job, left: int, *, alone: bool) -> int | None:
-    """How many tokens of a job fit; a pass that is not causal runs whole, alone if it must."""
-    if job.replay is not None:
-        return min(len(job.replay.tokens) - job.replayed, left)
-    rest = len(job.work.tokens) - job.done
-    if not job.is_divisible:
-        return rest if rest <= left or alone else None
-    return min(rest, left)
-
-
-def _nearly_done(job: Job) -> bool:
-    """Whether the step in flight computes the last of its tokens."""
-    return job.running and not job.abandoned and job.replay is None and job.chunk is not None and job.chunk.is_last
-
-
-def _chosen(job: Job, tokens: int) -> Chunk:
-    """The next tokens of a job for a step, laid out before or now."""
-    job.choose()
-    chunk = job.chunk
-    if chunk is None or (chunk.start, chunk.stop) != (job.done, job.done + tokens):
-        job.chunk = chunk = _chunk(job, tokens)
-    return chunk
-
-
-def _chunk(job: Job, tokens: int) -> Chunk:
-    table, pages = job.table, job.table.physical
-    work, base, done, kept = job.work, job.base, job.done, job.kept_pages
-    if job.replay is not None:
-        work, base, done, kept = job.replay, 0, job.replayed, None
-        pages = pages.copy()
-        pages[table.absent()] = job.replay_pages
-    else:
-        assert job.base == table.length
-        pages = joined(pages, job.pages)
-    part, before = (done, done + tokens), _last_position(table)
-    return lay_out(work, table, pages, base=base, part=part, kept=kept, before_position=before)
-
-
-def _last_position(table: PageTable) -> int:
-    return table.positions[-1] if table.length else -1
-
-
-def _trimmed(job: Job) -> int:
-    """How many pages attention left out; the table has not advanced yet."""
-    table, kept = job.table, job.kept_pages
-    pages = job.pages_in_all
-    if kept is None:
-        return table.pages.count(None)
-    return pages - sum(table.pages[n : n + 1] != [None] for n in kept if n < pages)
 
 
 def _error(result: SegmentResult | HeadwayError) -> HeadwayError | None:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.base.adapters import Mixes
-from headway.base.brle import Brle
 from headway.base.errors import HeadwayError
-from headway.base.samplers import NO_TOKEN, Sampling
+from headway.base.specs.adapters import Mixes
+from headway.base.specs.brle import Brle
+from headway.base.specs.samplers import NO_TOKEN, Sampling
 from headway.runtime.batch import DecodeRows, joined, needed_of
 from headway.runtime.decode import RUN_AHEAD, Decode
 from headway.runtime.job import Job
@@ -67,7 +67,7 @@ class RunAhead:
             what = decode.readout.what
             plain = not decode.readout.is_biased
             decode.fast = plain and isinstance(what, Sampling) and self._runner.samples(what)
-        if table.is_preempted or decode.as_pass or not decode.fast or job.replay is not None or job.keys:
+        if table.must_replay or decode.as_pass or not decode.fast or job.replay is not None or job.keys:
             return False
         if decode.mask is not None:
             mask = decode.attends(slot)
@@ -76,14 +76,14 @@ class RunAhead:
         return not self._positions or decode.positions_in_order(table)
 
     def give_page(self, job: Job, slot: int, *, ahead: bool) -> bool:
-        """Have a page for the token at a slot; False if there is none to spare."""
-        if slot // job.table.page_size < len(job.table.pages) + len(job.pages):
-            return True
-        allocator = self._kv_cache.allocator
-        if allocator.available < 1 or (ahead and not self._kv_cache.plenty(1)):
-            return False
-        job.pages += allocator.take(1)
-        return True
+        """Have a page for the token at a slot, and a place for the recurrent state after it; False if there is none to
+        spare."""
+        states, allocator = self._kv_cache.states, self._kv_cache.allocator
+        if slot // job.table.page_size >= len(job.table.pages) + len(job.pages):
+            if allocator.available < 1 or (ahead and not self._kv_cache.plenty(1)):
+                return False
+            job.pages += allocator.take(1)
+        return states is None or states.take_row(job)
 
     def lay_out(self, jobs: list[Job], slots: list[int], before: Sequence[Job]) -> DecodeRows:
         """The rows of these jobs; `before` are those of the decode rows in flight, whose tokens are not known yet."""
@@ -120,7 +120,11 @@ class RunAhead:
             readouts=readouts,
             seeds=np.array([r.seed for r in readouts], np.uint64),
             adapters=_adapters(jobs),
+            states=self._states(jobs),
         )
+
+    def _states(self, jobs: Sequence[Job]) -> np.ndarray | None:
+        return None if self._kv_cache.states is None else self._kv_cache.states.rows(jobs)
 
     def _next(self, at: list[int], tokens: np.ndarray, masks: Masks) -> DecodeRows:
         """The rows of the same jobs, one slot on."""
@@ -145,6 +149,7 @@ class RunAhead:
             readouts=rows.readouts,
             seeds=rows.seeds,
             adapters=rows.adapters,
+            states=self._states(jobs),
         )
 
     # -- after a step ----------------------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ class RunAhead:
     ) -> Failures:
         """Take the tokens of a step over, while the jobs in `still` are in flight again. The jobs that failed."""
         failed: Failures = []
-        masks = rows.masks
+        masks, states = rows.masks, self._kv_cache.states
         for i, (job, token, slot) in enumerate(zip(jobs, tokens, rows.slots.tolist(), strict=True)):
             job.running = job in still
             decode = _decode(job)
@@ -174,8 +179,14 @@ class RunAhead:
                 mask = None if masks is None else masks[i]
                 if mask is not None and self._trim:
                     self._count_trimmed(job, mask, slot)
+                if states is not None:
+                    states.appended(job)
                 decode.append(job, token, mask)
                 self.sampled += 1
+                self._free_pages(job)
+                continue
+            if states is not None:
+                states.void(job)
             self._free_pages(job)
         if failed:
             self.forget()
@@ -188,6 +199,8 @@ class RunAhead:
             _decode(job).as_pass = True
             if not job.running:
                 job.table.wipe()
+            if self._kv_cache.states is not None:
+                self._kv_cache.states.void(job, last=True)
             self._free_pages(job)
         self.forget()
 

@@ -8,9 +8,7 @@ from typing import Any
 
 from headway.program.engine import Engine
 from headway.server.anthropic.request_schema import ContentBlock, CountRequest, InputMessage, MessagesRequest, Tool
-from headway.server.errors import ApiError, bad_request
-from headway.server.openai.chat_fields import template_reads
-from headway.server.openai.request_schema import (
+from headway.server.api.request_schema import (
     ChatMessage,
     ChatRequest,
     FunctionDefinition,
@@ -23,6 +21,8 @@ from headway.server.openai.request_schema import (
     SamplingFields,
     ToolDefinition,
 )
+from headway.server.chats.fields import template_reads
+from headway.server.errors import ApiError, bad_request
 
 FIELDS = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """Names of fields of a chat, as errors about a request here have them."""
@@ -56,7 +56,7 @@ def _thinking(body: CountRequest, engine: Engine) -> dict[str, Any] | None:
     """Turn reasoning on or off where the template can; a model that cannot reason does not."""
     if body.thinking is None or body.thinking.type == "adaptive":
         return None
-    reads = template_reads(engine, "enable_thinking")
+    reads = template_reads(engine.chat_template, "enable_thinking")
     return {"enable_thinking": body.thinking.type == "enabled"} if reads else None
 
 
@@ -107,7 +107,7 @@ def _messages(messages: Sequence[InputMessage]) -> list[ChatMessage]:
 
 def _assistant(blocks: Sequence[ContentBlock], where: str, calls: set[str]) -> ChatMessage:
     """Text, thinking and calls of the assistant, as one message."""
-    texts, thoughts, made = [], [], []
+    texts, thoughts, tool_calls = [], [], []
     for i, block in enumerate(blocks):
         match block.type:
             case "text":
@@ -118,12 +118,12 @@ def _assistant(blocks: Sequence[ContentBlock], where: str, calls: set[str]) -> C
                 id, name = _required(block, "id", f"{where}[{i}]"), _required(block, "name", f"{where}[{i}]")
                 calls.add(id)
                 arguments = json.dumps(_required(block, "input", f"{where}[{i}]"), ensure_ascii=False)
-                made.append(MessageToolCall(id=id, function=MessageFunctionCall(name=name, arguments=arguments)))
+                tool_calls.append(MessageToolCall(id=id, function=MessageFunctionCall(name=name, arguments=arguments)))
             case _:
                 raise _refused(block, f"{where}[{i}]", "text, thinking and tool_use")
-    content = "".join(texts) if texts or not made else None
+    content = "".join(texts) if texts or not tool_calls else None
     return ChatMessage(
-        role="assistant", content=content, reasoning_content="".join(thoughts) or None, tool_calls=made or None
+        role="assistant", content=content, reasoning_content="".join(thoughts) or None, tool_calls=tool_calls or None
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from headway.base.dataclass import dataclass
+from headway.server.api.streaming import EVENTS, json_bytes
+from headway.server.chats.message_job import MessageEnd, MessageUsage
+from headway.server.chats.message_stream import MessageDelta, call_id
 from headway.server.errors import ANTHROPIC, ApiError, error_body
-from headway.server.message_job import MessageEnd, MessageUsage
-from headway.server.openai.message_stream import MessageDelta, call_id
-from headway.server.openai.streaming import EVENTS, json_bytes
 from headway.text.replies.parts import (
     BadToolCall,
     Content,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from headway.server.openai.request_schema import (
+from headway.base.text import short_repr
+from headway.server.api.request_schema import (
     OFF_VALUES,
     Count,
     FailAtFirst,
@@ -65,6 +67,16 @@ class Tool(RequestSchema):
     strict: bool | None = None
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None  # arguments are always streamed as they come
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_the_clients(cls, value: Any) -> Any:
+        """Name the tools that Anthropic runs, whatever other fields they have."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            message = "the type of a tool must be custom, got {kind}; there are no built-in tools"
+            raise PydanticCustomError("unknown_tool", message, {"kind": short_repr(kind)})
+        return value
 
 
 class ToolChoice(RequestSchema):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from headway.server.openai.response_schema import RETRY, Responses, ResponseSchema
+from headway.server.api.response_schema import RETRY, Responses, ResponseSchema
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

@@ -33,8 +33,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from headway.server.api.response_schema import ERRORS
 from headway.server.lab import branches, monitor, page, tracing
-from headway.server.openai.response_schema import ERRORS
 
 router = APIRouter(responses=ERRORS)
 for part in (tracing, branches, monitor, page):

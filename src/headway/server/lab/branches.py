@@ -10,15 +10,15 @@ from contextlib import ExitStack
 
 from fastapi import APIRouter, Request
 
-from headway.base.probes import Entropy, Ranking
+from headway.base.specs.probes import Entropy, Ranking
 from headway.program.context import Context
+from headway.server.api.checks import RequestChecks
+from headway.server.api.parsing import JsonRoute
+from headway.server.api.streaming import run_all
 from headway.server.errors import bad_request
 from headway.server.lab.schema import Branch, BranchesRequest, BranchesResponse, TokenScore
 from headway.server.lab.tracing import MAX_ROWS, pages_of, read_sequence, token_score
-from headway.server.openai.checks import RequestChecks
-from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.respond import check_model
-from headway.server.openai.streaming import run_all
+from headway.server.models import requested_model
 from headway.server.serving import Serving
 
 MAX_BRANCHES = 64
@@ -30,9 +30,9 @@ router = APIRouter(route_class=JsonRoute)
 async def branches(body: BranchesRequest, request: Request) -> BranchesResponse:
     """Continuations of a prompt as forks: how likely their tokens were, and which pages they share."""
     serving: Serving = request.app.state.serving
-    engine, tenant = serving.engine, serving.tenant(request)
-    check_model(serving, body.model)
-    check = RequestChecks(serving)
+    lease, tenant = await requested_model(request, body.model), serving.tenant(request)
+    engine = lease.engine
+    check = RequestChecks(serving, engine)
     priority = check.priority(body.priority, tenant)
     check.size("branches", len(body.branches), MAX_BRANCHES)
     if not body.branches:
@@ -46,14 +46,14 @@ async def branches(body: BranchesRequest, request: Request) -> BranchesResponse:
     takes = [check.ids("branches", branch, f"branches[{i}]") for i, branch in enumerate(body.branches)]
     total = len(prompt) + sum(map(len, takes))
     check.max_new_tokens(total, 0, 0, "branches")  # all of them exist at the same time
-    async with serving.admit(tenant, tokens=total) as admitted:
+    async with serving.admit(tenant, tokens=total, lease=lease) as admitted:
         admitted.prompt(total)
         async with engine.context(priority=priority, salt=tenant.salt) as home:
             home.fill(prompt[:-1])
             await home.flush()
             response = await _grow_branches(home, prompt[-1], takes)
         admitted.finish("stop")
-    return response.model_copy(update={"model": serving.model_name, "prompt_tokens": len(prompt)})
+    return response.model_copy(update={"model": lease.name, "prompt_tokens": len(prompt)})
 
 
 async def _grow_branches(home: Context, last: int, takes: list[tuple[int, ...]]) -> BranchesResponse:

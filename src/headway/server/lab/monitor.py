@@ -6,6 +6,7 @@ The page map has the state of each page and nothing of its contents.
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections import Counter, deque
 from dataclasses import asdict
@@ -18,9 +19,9 @@ from starlette.responses import Response
 
 from headway.program.engine import Engine
 from headway.program.events import EventStream
-from headway.program.page_map import PageState
+from headway.program.kv_cache.page_map import PageState
+from headway.server.api.tokens import text_of
 from headway.server.errors import bad_request
-from headway.server.openai.tokens import text_of
 from headway.server.serving import Serving
 
 STEPS = 256  # latest ones that are kept
@@ -63,14 +64,17 @@ async def model(request: Request) -> dict[str, Any]:
     Without an engine the response has only `state`: loading, failed or dead. That is not an error: the page waits.
     """
     serving: Serving = request.app.state.serving
-    if not serving.is_loaded or serving.state == "dead":
-        return {"state": serving.state}
-    engine = serving.engine
+    served = serving.default_model
+    if served.engine is None or serving.state == "dead":
+        if not serving.models.is_single:
+            serving.models.load(served)  # whoever opens the page wants to see it
+        return {"state": serving.state if serving.models.is_single else "loading"}
+    engine, served.used_at = served.engine, time.monotonic()
     config, facts = engine.config, engine.info
     return {
         "state": serving.state,
-        "name": serving.model_name,
-        "loaded_at": serving.loaded_at,
+        "name": served.name,
+        "loaded_at": served.loaded_at,
         "vocab_size": engine.vocab_size,
         "layers": config.layers,
         "heads": config.heads,

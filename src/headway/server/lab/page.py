@@ -1,8 +1,4 @@
-"""The page itself: the plain files under static/, never built from what a client sends.
-
-It has a strict Content-Security-Policy: scripts, styles and requests only from and to this server, nothing inline, and
-no other page may frame it.
-"""
+"""The page itself: the plain files under static/, never built from what a client sends."""
 
 from __future__ import annotations
 
@@ -13,37 +9,9 @@ from fastapi import APIRouter
 from starlette.responses import RedirectResponse, Response
 
 from headway.server.errors import ApiError
+from headway.server.page_files import PAGE_HEADERS, TYPES
 
 STATIC = Path(__file__).with_name("static")
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".bin": "application/octet-stream",
-}
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data: blob:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-    )
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "Referrer-Policy": "no-referrer",
-    "X-Frame-Options": "DENY",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-    "Cache-Control": "no-cache",
-}
 
 router = APIRouter(include_in_schema=False)
 
@@ -51,7 +19,7 @@ router = APIRouter(include_in_schema=False)
 @router.api_route("/lab", methods=["GET", "HEAD"])
 async def home() -> Response:
     """Redirects to the URL with a slash, so that relative file names work."""
-    return RedirectResponse("/lab/", 308, HEADERS)
+    return RedirectResponse("/lab/", 308, PAGE_HEADERS)
 
 
 @router.api_route("/lab/", methods=["GET", "HEAD"])
@@ -66,14 +34,21 @@ async def file(name: str) -> Response:
     return _file(name)
 
 
+@router.api_route("/lab/client/{name}", methods=["GET", "HEAD"])
+async def client_file(name: str) -> Response:
+    """One of the files of the client, which is clients/js, compiled."""
+    return _file(f"client/{name}")
+
+
 def _file(name: str) -> Response:
     content = files().get(name)
     if content is None:
         raise ApiError(404, f"there is no file {name!r:.80}", code="not_found")
-    return Response(content, headers=HEADERS, media_type=TYPES[Path(name).suffix])
+    return Response(content, headers=PAGE_HEADERS, media_type=TYPES[Path(name).suffix])
 
 
 @cache
 def files() -> dict[str, bytes]:
     """Every file of the page, by its name."""
-    return {path.name: path.read_bytes() for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
+    paths = [path for path in sorted(STATIC.rglob("*")) if path.suffix in TYPES]
+    return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.server.openai.request_schema import FailAtFirst, Ids, RequestSchema
+from headway.server.api.request_schema import FailAtFirst, Ids, RequestSchema
 
 Dtype = Literal["float32", "float64", "int32"]
 Runs = Annotated[list[int], FailAtFirst()]

@@ -9,25 +9,29 @@ them are then computed in a pass of their own, so that attention can skip pages 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headway.base.brle import Brle
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, InvalidMask, WrongType
-from headway.base.masks import Mask
-from headway.base.probes import AttentionScores, Entropy, LogitLens, Logits, Rank, Ranking
 from headway.base.rng import fresh_seed
-from headway.base.samplers import Sampling
+from headway.base.specs.brle import Brle
+from headway.base.specs.masks import Mask
+from headway.base.specs.probes import AttentionScores, Entropy, LogitLens, Logits, Rank, Ranking
+from headway.base.specs.samplers import Sampling
 from headway.kernels.host import sampling
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.program.forward import Forward
 from headway.program.output import Output
 from headway.runtime.profile import Sample, measure_bandwidth
+from headway.server.api.checks import RequestChecks
+from headway.server.api.parsing import JsonRoute
+from headway.server.api.prompts import read_prompts
+from headway.server.api.tokens import text_of
 from headway.server.errors import ApiError, bad_request
 from headway.server.lab.schema import (
     AttentionArray,
@@ -47,12 +51,9 @@ from headway.server.lab.schema import (
     TraceStats,
     TraceTiming,
 )
-from headway.server.openai.checks import RequestChecks
-from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.prompts import read_prompts
-from headway.server.openai.respond import check_model
-from headway.server.openai.tokens import text_of
+from headway.server.models import requested_model
 from headway.server.serving import Serving
+from headway.server.threads import WorkerThreads
 
 MAX_ROWS = 512  # masked or scored in one pass
 MAX_SCORES = 1 << 22  # attention values in one response
@@ -93,17 +94,17 @@ class TracePlan:
 async def trace(body: TraceRequest, request: Request) -> Response:
     """One forward pass over a prompt: logits, sampling, the logit lens, attention, a mask."""
     serving: Serving = request.app.state.serving
-    engine, tenant = serving.engine, serving.tenant(request)
-    check_model(serving, body.model)
-    check = RequestChecks(serving)
+    lease, tenant = await requested_model(request, body.model), serving.tenant(request)
+    engine = lease.engine
+    check = RequestChecks(serving, engine)
     priority = check.priority(body.priority, tenant)
     with serving.queue_slot(tenant):
         sequence = await read_sequence(body.prompt, body.take, check)
         plan = await serving.readers.run(plan_trace, body, sequence, check)
-    async with serving.admit(tenant, tokens=len(sequence.tokens) + 1) as admitted:
+    async with serving.admit(tenant, tokens=len(sequence.tokens) + 1, lease=lease) as admitted:
         admitted.prompt(len(sequence.tokens))
         async with engine.context(priority=priority, salt=tenant.salt) as context:
-            result = await _run(context, plan, body, serving)
+            result = await _run(context, plan, body, lease.name, serving.writers)
         admitted.finish("stop")
     text = await serving.writers.run(lambda: result.model_dump_json(exclude_none=True))
     return Response(text, media_type="application/json")
@@ -218,7 +219,9 @@ def _layers(layers: list[int] | None, check: RequestChecks, slots: int) -> tuple
 # -- the pass ----------------------------------------------------------------------------------------------------------
 
 
-async def _run(context: Context, plan: TracePlan, body: TraceRequest, serving: Serving) -> TraceResponse:
+async def _run(
+    context: Context, plan: TracePlan, body: TraceRequest, name: str, writers: WorkerThreads
+) -> TraceResponse:
     engine, tokens = context.engine, plan.sequence.tokens
     context.fill(tokens[: len(tokens) - plan.rows])
     if plan.masks is not None and plan.rows < len(tokens):
@@ -233,7 +236,7 @@ async def _run(context: Context, plan: TracePlan, body: TraceRequest, serving: S
     else:
         out = await forward.execute()
     result = handles.read(out, pages_of(context), sample)
-    return await serving.writers.run(_response, result, plan, body, serving.model_name, engine)
+    return await writers.run(_response, result, plan, body, name, engine)
 
 
 class _Handles:

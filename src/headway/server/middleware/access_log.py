@@ -11,10 +11,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway.server import logs
+from headway.server import logs, telemetry
 from headway.server.errors import FAILED, ApiError, error_body, route_path
 from headway.server.middleware.key_check import POLLED_PATHS
 from headway.server.serving import Serving
+from headway.server.telemetry import RequestTrace
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 DRAIN_SECONDS, DRAIN_PAUSE, DRAIN_BYTES = 2.0, 0.3, 64 << 20  # for a client that is still sending a rejected request
@@ -35,18 +36,21 @@ class AccessLog:
         headers = Headers(scope=scope)
         id = logs.new_request_id(headers.get("x-request-id"))
         values: dict[str, Any] = {}
-        tokens = logs.request_id.set(id), logs.request_values.set(values)
+        path, traces = route_path(scope), self._serving.traces
+        trace = None if traces is None or path in POLLED_PATHS else traces.begin(scope, path)
+        tokens = logs.request_id.set(id), logs.request_values.set(values), telemetry.request_trace.set(trace)
         scope.setdefault("state", {})["request_id"] = id
-        exchange = _Exchange(id, route_path(scope), receive, send, may_drain="expect" not in headers)
+        exchange = _Exchange(id, path, receive, send, may_drain="expect" not in headers, trace=trace)
         start = time.perf_counter()
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:
             await self._send_error(error, exchange)
         finally:
-            self._record(scope, exchange, time.perf_counter() - start, values)
+            self._record(scope, exchange, time.perf_counter() - start, values, trace)
             logs.request_id.reset(tokens[0])
             logs.request_values.reset(tokens[1])
+            telemetry.request_trace.reset(tokens[2])
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The same for a WebSocket, whose session logs its own lines: an error before it is open is a response."""
@@ -79,10 +83,15 @@ class AccessLog:
         if exchange.status is None:
             await exchange.send_error(error)
 
-    def _record(self, scope: Scope, exchange: _Exchange, seconds: float, values: dict[str, Any]) -> None:
+    def _record(
+        self, scope: Scope, exchange: _Exchange, seconds: float, values: dict[str, Any], trace: RequestTrace | None
+    ) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
         status = CLIENT_CLOSED_REQUEST if exchange.status is None else exchange.status
-        self._serving.metrics.responded(method, _route(scope), status)
+        route = _route(scope)
+        self._serving.metrics.responded(method, route, status)
+        if trace is not None:
+            trace.end(method, route, exchange.status, scope["state"]["request_id"], complete=exchange.complete)
         if status < 400 and (route_path(scope) in POLLED_PATHS or not self._serving.settings.log_requests):
             return
         tenant = scope["state"].get("tenant")
@@ -134,16 +143,21 @@ def _route(scope: Scope) -> str:
 class _Exchange:
     """Counts the bytes of one request and its response as they pass through."""
 
-    def __init__(self, id: str, path: str, receive: Receive, send: Send, *, may_drain: bool) -> None:
+    def __init__(
+        self, id: str, path: str, receive: Receive, send: Send, *, may_drain: bool, trace: RequestTrace | None
+    ) -> None:
         self.status: int | None = None
         self.complete = False
         self.bytes_in = self.bytes_out = 0
         self._id, self._path, self._receive, self._send, self._may_drain = id, path, receive, send, may_drain
+        self._trace = trace if trace is not None and trace.keeps_bodies else None  # if it has bodies
         self._more = True  # whether more of the request body may come
 
     async def receive(self) -> Message:
         message = await self._receive()
-        self.bytes_in += len(message.get("body", b""))
+        self.bytes_in += len(body := message.get("body", b""))
+        if self._trace is not None:
+            self._trace.keep("request", body)
         self._more = message["type"] == "http.request" and message.get("more_body", False)
         return message
 
@@ -154,7 +168,9 @@ class _Exchange:
             headers["X-Request-Id"] = self._id
             headers["X-Content-Type-Options"] = "nosniff"
         elif message["type"] == "http.response.body":
-            self.bytes_out += len(message.get("body", b""))
+            self.bytes_out += len(body := message.get("body", b""))
+            if self._trace is not None:
+                self._trace.keep("response", body)
             self.complete = not message.get("more_body", False)
         await self._send(message)
 

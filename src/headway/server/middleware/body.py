@@ -28,20 +28,22 @@ class BodyReader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        body = bytearray()
+        pieces: list[bytes] = []
         try:
-            await self._read(_content_length(scope), body, receive)
+            await self._read(_content_length(scope), pieces, receive)
+            body = b"".join(pieces)
             if self._settings.log_prompts and body:
-                logs.info("body", body=bytes(body[:LOGGED_BYTES]).decode("utf-8", "backslashreplace"))
-            await self._app(scope, _replay(bytes(body), receive), send)
+                logs.info("body", body=body[:LOGGED_BYTES].decode("utf-8", "backslashreplace"))
+            await self._app(scope, _replay(body, receive), send)
         except ClientDisconnected:
             return
         finally:
-            self._held -= len(body)
+            self._held -= sum(map(len, pieces))
 
-    async def _read(self, declared: int, body: bytearray, receive: Receive) -> None:
+    async def _read(self, declared: int, pieces: list[bytes], receive: Receive) -> None:
         settings = self._settings
         self._check(declared)
+        size = 0
         try:
             async with asyncio.timeout(settings.body_timeout):
                 more = True
@@ -50,7 +52,8 @@ class BodyReader:
                     if message["type"] != "http.request":
                         raise ClientDisconnected
                     piece, more = message.get("body", b""), message.get("more_body", False)
-                    self._check(len(body) + len(piece))
+                    size += len(piece)
+                    self._check(size)
                     if self._held + len(piece) > settings.max_total_body_bytes:
                         raise ApiError(
                             503,
@@ -58,7 +61,7 @@ class BodyReader:
                             code="busy",
                             headers={"Retry-After": "1"},
                         )
-                    body += piece
+                    pieces.append(piece)
                     self._held += len(piece)
         except TimeoutError:
             raise ApiError(

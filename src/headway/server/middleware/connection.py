@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import http
-import socket
-import struct
 import sys
 from typing import Any
 
@@ -22,9 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headway.server import logs
 from headway.server.errors import ApiError, error_body
+from headway.server.middleware.write_deadline import WriteDeadline, abort
 from headway.server.settings import ServerSettings
-
-MIN_READ_RATE = 1024  # bytes per second that a client must read
 
 
 def connection_class(settings: ServerSettings) -> type[H11Protocol]:
@@ -38,11 +35,11 @@ class _LimitedConnection(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._header_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
         self._is_websocket = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._write_deadline = WriteDeadline(transport, self.settings.write_timeout)
         # Report any unsent bytes, including those left when closing. With TLS a limit of 0 would pause an empty buffer.
         transport.set_write_buffer_limits(high=0 if transport.get_extra_info("ssl_object") is None else 1)
         if len(self.connections) > self.settings.max_connections:
@@ -52,7 +49,7 @@ class _LimitedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel(self._header_timer)
-        self._cancel(self._write_timer)
+        self._write_deadline.stop()
         super().connection_lost(exc)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -61,7 +58,7 @@ class _LimitedConnection(H11Protocol):
         if self.transport.is_closing():
             return
         if self._answering and self.conn.their_state is h11.DONE:
-            self.cycle.keep_alive = False  # a pipelined request is dropped with the connection
+            self._drop_pipelined()
             return
         super().data_received(data)
         if self._is_websocket:
@@ -69,8 +66,9 @@ class _LimitedConnection(H11Protocol):
         if self._answering:
             self._cancel(self._header_timer)
             self._header_timer = None
-            if self.conn.their_state is h11.DONE and self.flow.read_paused:
-                self.cycle.keep_alive = False
+            if self.conn.their_state is h11.DONE and self.flow.read_paused:  # by its body, or by a request after it
+                if self.conn.trailing_data[0]:
+                    self._drop_pipelined()
                 self.flow.resume_reading()
         elif self._header_timer is None and not self.transport.is_closing():
             self._start_header_timer()
@@ -80,6 +78,12 @@ class _LimitedConnection(H11Protocol):
         self._is_websocket = True
         self._cancel(self._header_timer)
         super().handle_websocket_upgrade(event)
+
+    def _drop_pipelined(self) -> None:
+        """A pipelined request is dropped with the connection, and the response says so if it has not begun."""
+        if self.cycle.keep_alive and not self.cycle.response_started:
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
+        self.cycle.keep_alive = False
 
     @property
     def _answering(self) -> bool:
@@ -98,7 +102,7 @@ class _LimitedConnection(H11Protocol):
 
     def _reject(self, error: ApiError) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of a response
-            return self._abort()
+            return abort(self.transport)
         body, id = error_body(error), logs.new_request_id()
         logs.info("rejected", request_id=id, status=error.status, **({"client": self.client[0]} if self.client else {}))
         reason = http.HTTPStatus(error.status).phrase
@@ -115,30 +119,12 @@ class _LimitedConnection(H11Protocol):
         self.loop.call_soon(self._start_write_timer)  # once everything being written is in the buffer
 
     def resume_writing(self) -> None:
-        self._cancel(self._write_timer)
-        self._write_timer = None
+        self._write_deadline.stop()
         super().resume_writing()
 
     def _start_write_timer(self) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if unsent and self.flow.write_paused:
-            self._cancel(self._write_timer)
-            self._write_timer = self.loop.call_later(self.settings.write_timeout, self._check_progress, unsent)
-
-    def _check_progress(self, before: int) -> None:
-        """Abort the connection unless the client read enough since the last check."""
-        expected = min(before, max(1, int(MIN_READ_RATE * self.settings.write_timeout)))
-        if before - self.transport.get_write_buffer_size() < expected:
-            self._abort()
-        else:
-            self._start_write_timer()
-
-    def _abort(self) -> None:
-        """Close the connection now, and have the kernel discard what was not sent."""
-        handle = self.transport.get_extra_info("socket")
-        if handle is not None:
-            handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
+        if self.flow.write_paused:
+            self._write_deadline.start()
 
     @staticmethod
     def _cancel(timer: asyncio.TimerHandle | None) -> None:

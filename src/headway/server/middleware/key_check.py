@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headway.server.errors import ApiError, route_path
@@ -14,6 +16,7 @@ POLLED_PATHS = frozenset(
 """Paths that monitors poll: neither rate-limited nor, while they succeed, logged."""
 
 
+FILE = re.compile(r"/(lab|lab/client|home)/[^/]*")  # of a page
 KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
@@ -52,9 +55,9 @@ def _key(scope: Scope) -> str | None:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether a path needs no key: health, ping, the links at /, and the Lab's files, as its page asks for the key."""
+    """Whether a path needs no key: health, ping, and the files of pages, which ask for the key themselves."""
     path = route_path(scope)
     if scope["type"] == "websocket":  # browsers cannot send the header: the first message has the key
         return all(name not in KEY_HEADERS for name, _ in scope["headers"])
-    files = path == "/lab" or (path.startswith("/lab/") and "/" not in path.removeprefix("/lab/"))
+    files = path == "/lab" or FILE.fullmatch(path)
     return path in ("/health", "/ping") or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))

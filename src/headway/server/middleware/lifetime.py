@@ -12,6 +12,7 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.server.errors import FAILED, ApiError, as_api_error, error_event
+from headway.server.models.lease import end_leases
 from headway.server.serving import Serving
 
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
@@ -39,6 +40,7 @@ class RequestLifetime:
         try:
             await task.run(self._app)
         finally:
+            end_leases(scope)
             timer.cancel()
             self._serving.cancels.discard(task.cancel)
 

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headway.program.engine import Engine
+from headway.server.api.streaming import JSON_LINES, json_bytes
+from headway.server.api.tokens import ScoredToken, chat_logprobs
+from headway.server.chats.message_job import MessageEnd
+from headway.server.chats.message_stream import MessageDelta
 from headway.server.errors import OLLAMA, ApiError, error_body
-from headway.server.message_job import MessageEnd
-from headway.server.openai.message_stream import MessageDelta
-from headway.server.openai.streaming import JSON_LINES, json_bytes
-from headway.server.openai.tokens import ScoredToken, chat_logprobs
 from headway.text.replies.parts import Content, Reasoning, ToolCallEnd, ToolCallStart
 
 DONE_REASONS = {"stop": "stop", "length": "length", "tool_calls": "stop"}
@@ -63,7 +63,7 @@ class LineWriter:
         self._tokens += tokens
         if not self._stream or not (texts or thoughts or calls or tokens):
             return b""
-        return self._line(self._said("".join(texts), "".join(thoughts), calls, tokens) | {"done": False})
+        return self._line(self._content("".join(texts), "".join(thoughts), calls, tokens) | {"done": False})
 
     def end(self, end: MessageEnd) -> bytes:
         now = time.perf_counter_ns()
@@ -78,16 +78,16 @@ class LineWriter:
             "eval_count": end.usage.completion,
             "eval_duration": now - first,
         }
-        return self._line(self._said("", "", [], []) | self._last) if self._stream else b""
+        return self._line(self._content("", "", [], []) | self._last) if self._stream else b""
 
     def failed(self, error: ApiError) -> bytes:
         return error_body(error, OLLAMA) + b"\n"
 
     def whole(self) -> dict[str, Any]:
-        said = self._said("".join(self._texts), "".join(self._thoughts), self._calls, self._tokens)
-        return self._head() | said | self._last
+        content = self._content("".join(self._texts), "".join(self._thoughts), self._calls, self._tokens)
+        return self._head() | content | self._last
 
-    def _said(
+    def _content(
         self, text: str, thought: str, calls: Sequence[dict[str, Any]], tokens: Sequence[ScoredToken]
     ) -> dict[str, Any]:
         """What was generated, as a message or as a text."""
@@ -107,5 +107,5 @@ class LineWriter:
 
 def loaded(model: str, *, chat: bool) -> dict[str, Any]:
     """The response to a request that only loads the model: it has no messages, or no prompt."""
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    return {"model": model, "created_at": timestamp(), **said, "done": True, "done_reason": "load"}
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": "load"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from headway.server.openai.request_schema import (
+from headway.server.api.request_schema import (
     Count,
     Cutoff,
     FailAtFirst,
@@ -25,11 +25,10 @@ LOADING = (
 """Options about how Ollama loads a model: accepted, and without effect, but for a `num_ctx` that the model lacks."""
 
 
-class Options(RequestSchema):
+class OllamaOptions(RequestSchema):
     """How tokens are chosen. Those that a request does not set are the model's own, not Ollama's."""
 
     off_values: ClassVar[dict[str, Any]] = {
-        "mirostat": 0,
         "penalize_newline": True,
         "repeat_last_n": -1,
         "tfs_z": 1,
@@ -43,9 +42,20 @@ class Options(RequestSchema):
     min_p: Annotated[float, described(minimum=0, maximum=1)] | None = None
     typical_p: Fraction | None = None
     epsilon_cutoff: Cutoff | None = None
+    eta_cutoff: Cutoff | None = None
     repeat_penalty: Penalty | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    dry_multiplier: Annotated[float, described(minimum=0)] | None = None
+    dry_base: Annotated[float, described(minimum=1, maximum=100)] | None = None
+    dry_allowed_length: Count | None = None
+    dry_penalty_last_n: Annotated[int, described(minimum=-1)] | None = None
+    dry_sequence_breakers: Texts | None = None
+    xtc_probability: Annotated[float, described(minimum=0, maximum=1)] | None = None
+    xtc_threshold: Annotated[float, described(minimum=0, maximum=1)] | None = None
+    mirostat: Annotated[int, described(minimum=0, maximum=2)] | None = None
+    mirostat_tau: Annotated[float, described(minimum=0, maximum=1000)] | None = None
+    mirostat_eta: Annotated[float, described(minimum=0, maximum=1000)] | None = None
     stop: Text | Texts | None = None
 
     num_ctx: Count | None = None
@@ -72,7 +82,7 @@ class OllamaRequest(RequestSchema):
     model: Text
     stream: bool | None = None  # default true
     format: Literal["", "json"] | dict[str, Any] | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
@@ -133,7 +143,7 @@ class OllamaEmbedRequest(RequestSchema):
     input: str | Annotated[list[str], FailAtFirst()]
     truncate: bool | None = None  # default true
     dimensions: Count | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: float | str | None = None
 
 

@@ -6,26 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from headway.base.specs.generation import parameters_of
 from headway.program.chat.tools import ToolSet
 from headway.program.constraints.grammar import Grammar
-from headway.server.adapters import ServedAdapter
-from headway.server.errors import bad_request
-from headway.server.keys import Tenant
-from headway.server.ollama.request_schema import (
-    OllamaCall,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaMessage,
-    OllamaRequest,
-)
-from headway.server.openai.chat_fields import template_reads
-from headway.server.openai.chat_plan import ChatPlan, plan_chat
-from headway.server.openai.checks import RequestChecks
-from headway.server.openai.message_stream import ToolPolicy
-from headway.server.openai.messages import ChatPrompt, template_reasons
-from headway.server.openai.plan import check_size, grammar_of, plan_request
-from headway.server.openai.prompts import read_prompts
-from headway.server.openai.request_schema import (
+from headway.program.engine import Engine
+from headway.server.api.checks import RequestChecks
+from headway.server.api.plan import check_size, grammar_of, plan_request
+from headway.server.api.prompts import read_prompts
+from headway.server.api.request_schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -34,6 +22,20 @@ from headway.server.openai.request_schema import (
     MessageToolCall,
     ResponseFormat,
     ToolDefinition,
+)
+from headway.server.chats.fields import template_reads
+from headway.server.chats.message_stream import ToolPolicy
+from headway.server.chats.messages import ChatPrompt, template_reasons
+from headway.server.chats.plan import ChatPlan, plan_chat
+from headway.server.errors import bad_request
+from headway.server.keys import Tenant
+from headway.server.models import ModelLease
+from headway.server.ollama.request_schema import (
+    OllamaCall,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
 )
 from headway.server.serving import Serving
 
@@ -44,40 +46,39 @@ FIELDS = {
     "stop": "options.stop",
 }
 """Names of fields of a chat, as errors about a request here have them."""
-SAME_OPTIONS = (
-    *("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
-    *("presence_penalty", "frequency_penalty", "stop"),
-)
+OPTIONS = parameters_of("ollama")
 
 
 async def plan_ollama(
-    body: OllamaChatRequest | OllamaGenerateRequest, serving: Serving, tenant: Tenant, adapter: ServedAdapter | None
+    body: OllamaChatRequest | OllamaGenerateRequest, serving: Serving, tenant: Tenant, lease: ModelLease
 ) -> ChatPlan:
     """The plan of a request that passes all checks. Called with a place in the queue."""
-    options = _options(body, serving)
+    options = _options(body, lease.engine)
     if isinstance(body, OllamaGenerateRequest) and body.raw:
-        return await _plan_raw(body, options, serving, tenant, adapter)
-    chat = await serving.readers.run(lambda: _chat(body, options, serving))
-    return await plan_chat(chat, serving, tenant, adapter)
+        return await _plan_raw(body, options, serving, tenant, lease)
+    chat = await serving.readers.run(lambda: chat_request(body, options, lease.engine))
+    return await plan_chat(chat, serving, tenant, lease)
 
 
-def _options(body: OllamaRequest, serving: Serving) -> dict[str, Any]:
+def _options(body: OllamaRequest, engine: Engine) -> dict[str, Any]:
     given = body.options
     if given is None:
         return {}
-    limit = serving.engine.config.max_positions
+    limit = engine.config.max_positions
     if given.num_ctx is not None and given.num_ctx > limit:
         raise bad_request(
             f"options.num_ctx is {given.num_ctx}; this model's context length is {limit}", "options.num_ctx"
         )
-    fields = {name: getattr(given, name) for name in SAME_OPTIONS}
-    fields["repetition_penalty"] = given.repeat_penalty
+    fields = {option.name: getattr(given, option.name_on("ollama")) for option in OPTIONS}
     fields["max_tokens"] = None if given.num_predict == -1 else given.num_predict
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _chat(body: OllamaChatRequest | OllamaGenerateRequest, options: dict[str, Any], serving: Serving) -> ChatRequest:
-    fields = options | _thinking(body, serving)
+def chat_request(
+    body: OllamaChatRequest | OllamaGenerateRequest, options: dict[str, Any], engine: Engine
+) -> ChatRequest:
+    """The request as one for a chat; `options` are its sampling parameters."""
+    fields = options | _thinking(body, engine)
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     elif body.top_logprobs:
@@ -97,16 +98,16 @@ def _format(format: str | dict[str, Any]) -> ResponseFormat:
     return ResponseFormat(type="json_schema", json_schema=JsonSchema(name="format", schema=format))
 
 
-def _thinking(body: OllamaRequest, serving: Serving) -> dict[str, Any]:
+def _thinking(body: OllamaRequest, engine: Engine) -> dict[str, Any]:
     """`think` as the template takes it. Asking a model for reasoning that has none is an error."""
     if body.think is None:
         return {}
-    switch, effort = (template_reads(serving.engine, name) for name in ("enable_thinking", "reasoning_effort"))
+    switch, effort = (template_reads(engine.chat_template, name) for name in ("enable_thinking", "reasoning_effort"))
     if isinstance(body.think, str) and effort:
         return {"reasoning_effort": body.think}
     if switch:
         return {"chat_template_kwargs": {"enable_thinking": body.think is not False}}
-    if body.think and not template_reasons(serving.engine):
+    if body.think and not template_reasons(engine):
         raise bad_request(
             f"think is {body.think!r}, and this model's chat template has no reasoning; remove it", "think"
         )
@@ -118,22 +119,23 @@ async def _plan_raw(
     options: dict[str, Any],
     serving: Serving,
     tenant: Tenant,
-    adapter: ServedAdapter | None,
+    lease: ModelLease,
 ) -> ChatPlan:
     """A prompt as it is, without the model's template."""
     for field in ("system", "think"):
         if getattr(body, field):
             raise bad_request(f"{field} is for the template, which raw leaves out; remove one of them", field)
-    check = RequestChecks(serving)
+    check = RequestChecks(serving, lease.engine)
     top = (body.top_logprobs or 0) if body.logprobs else None
     request = CompletionRequest(prompt=body.prompt or "", **options)
     grammar = None if not body.format else await serving.readers.run(_grammar, body.format, check)
-    plan = await plan_request(request, serving, tenant, top_logprobs=top, grammar=grammar, adapter=adapter)
+    plan = await plan_request(request, serving, tenant, lease, top_logprobs=top, grammar=grammar)
     (prompt,) = await read_prompts(request.prompt, check)
     max_tokens = check.in_range("max_tokens", request.max_tokens, 1, check.engine.config.max_positions)
     limit = check.max_new_tokens(len(prompt.ids), max_tokens, 0, "prompt")
-    check.response_logprobs(False, limit, top)
-    return ChatPlan(plan, ChatPrompt(prompt.ids, prompt.text, None, ToolSet([]), None), ToolPolicy(max_tokens=limit))
+    check.response_logprobs(False, limit, top, "top_logprobs")
+    raw = ChatPrompt(prompt.ids, prompt.text, None, ToolSet([]), None, continues=True)
+    return ChatPlan(plan, raw, ToolPolicy(max_tokens=limit))
 
 
 def _grammar(format: str | dict[str, Any], check: RequestChecks) -> Grammar:

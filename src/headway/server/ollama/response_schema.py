@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headway.server.anthropic.response_schema import DESCRIPTIONS
-from headway.server.openai.response_schema import RETRY, ChatToken, Responses, ResponseSchema
+from headway.server.api.response_schema import RETRY, ChatToken, Responses, ResponseSchema
 
 DoneReason = Literal["stop", "length", "load"]
 

@@ -11,8 +11,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headway.base.version import VERSION
+from headway.server.api.parsing import JsonRoute
+from headway.server.api.response_schema import ok
+from headway.server.api.streaming import json_bytes
+from headway.server.chats.message_job import MessageJob, respond_message
+from headway.server.chats.messages import template_reasons
 from headway.server.errors import bad_request, fields_named
-from headway.server.message_job import MessageJob, respond_message
+from headway.server.models import ModelLease, ServedModel, requested_model
 from headway.server.ollama.output import LineWriter, loaded
 from headway.server.ollama.request_schema import (
     OllamaChatRequest,
@@ -32,14 +37,11 @@ from headway.server.ollama.response_schema import (
     OllamaVersion,
     lines,
 )
-from headway.server.openai.messages import template_reasons
-from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.respond import requested_adapter
-from headway.server.openai.response_schema import ok
-from headway.server.openai.streaming import json_bytes
+from headway.server.openai.about import listed_models
 from headway.server.pooling.request_schema import EmbeddingRequest
 from headway.server.pooling.routes import embed
 from headway.server.serving import Serving
+from headway.server.settings import ServerSettings
 
 LATEST = ":latest"  # the tag that Ollama's clients may add to a name
 NEVER = "0001-01-01T00:00:00Z"  # when a model that stays expires, as Ollama writes it
@@ -61,27 +63,21 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
 
 async def _generate(body: OllamaChatRequest | OllamaGenerateRequest, request: Request, *, empty: bool) -> Response:
     serving: Serving = request.app.state.serving
-    tenant, name = serving.tenant(request), known_name(serving, body.model)
-    adapter, is_chat, streams = (
-        requested_adapter(serving, name),
-        isinstance(body, OllamaChatRequest),
-        body.stream is not False,
-    )
+    tenant, name = serving.tenant(request), await known_name(serving, body.model)
+    is_chat, streams = isinstance(body, OllamaChatRequest), body.stream is not False
+    lease = await requested_model(request, name)
     if empty:
-        _ = serving.engine  # raises while it loads
         return Response(json_bytes(loaded(body.model, chat=is_chat)), media_type="application/json")
     with serving.queue_slot(tenant), fields_named(FIELDS):
-        plan = await plan_ollama(body, serving, tenant, adapter)
-    writer = LineWriter(serving.engine, model=body.model, chat=is_chat, ranked=bool(body.logprobs), stream=streams)
-    model = None if adapter is None else adapter.name
-    return await respond_message(serving, request, plan, MessageJob(plan), writer, stream=streams, model=model)
+        plan = await plan_ollama(body, serving, tenant, lease)
+    writer = LineWriter(lease.engine, model=body.model, chat=is_chat, ranked=bool(body.logprobs), stream=streams)
+    return await respond_message(serving, request, plan, MessageJob(plan), writer, stream=streams, lease=lease)
 
 
-def known_name(serving: Serving, name: str) -> str:
+async def known_name(serving: Serving, name: str) -> str:
     """The name of a model without the tag that Ollama's clients may add."""
     short = name.removesuffix(LATEST)
-    names = (*serving.model_names(), *serving.adapters.names, serving.settings.model)
-    return short if short in names else name
+    return short if short != name and await serving.models.has(short) else name
 
 
 @router.post("/api/embed", summary="Embed texts", response_model=None, responses=ok(OllamaEmbeddings))
@@ -114,19 +110,35 @@ async def embed_texts(body: OllamaEmbedRequest, request: Request) -> Response:
 
 @router.get("/api/tags", summary="List the models", response_model=None, responses=ok(OllamaModels))
 async def tags(request: Request) -> dict[str, Any]:
-    """The model under each of its names, and its adapters."""
+    """Every model under each of its names, and its adapters."""
     serving: Serving = request.app.state.serving
-    return {"models": [_card(serving, name) for name in (*serving.model_names(), *serving.adapters.names)]}
+    await listed_models(serving)
+    return {"models": [_card(one, name) for one in serving.models.all() for name in _names(one)]}
 
 
 @router.get("/api/ps", summary="List the loaded models", response_model=None, responses=ok(OllamaRunningModels))
 async def running(request: Request) -> dict[str, Any]:
-    """The same models: they stay loaded."""
+    """The models that are loaded, and when each is unloaded if nobody asks for it."""
     serving: Serving = request.app.state.serving
-    on_device = serving.engine.info.weight_bytes if serving.engine.info.device != "cpu" else 0
-    more = {"expires_at": NEVER, "size_vram": on_device, "context_length": serving.engine.config.max_positions}
-    names = (*serving.model_names(), *serving.adapters.names)
-    return {"models": [_card(serving, name) | more for name in names]}
+    if serving.models.is_single:
+        await serving.models.peek(None)
+    loaded = [one for one in serving.models.all() if one.engine is not None]
+    return {"models": [_card(one, name) | _running(one, serving.settings) for one in loaded for name in _names(one)]}
+
+
+def _names(model: ServedModel) -> tuple[str, ...]:
+    return (*model.source.names, *model.adapters.known)
+
+
+def _running(model: ServedModel, settings: ServerSettings) -> dict[str, Any]:
+    assert model.loaded is not None
+    info, idle = model.loaded.engine.info, time.monotonic() - model.used_at
+    left = settings.idle_timeout - (0.0 if model.loaded.users else idle)
+    return {
+        "expires_at": NEVER if model.is_kept else _as_utc(time.time() + max(0.0, left)),
+        "size_vram": info.weight_bytes if info.device != "cpu" else 0,
+        "context_length": model.context_length,
+    }
 
 
 @router.post("/api/show", summary="One model", response_model=None, responses=ok(OllamaShown))
@@ -136,13 +148,13 @@ async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
     given = body.model or body.name
     if given is None:
         raise bad_request("the field 'model' is required", "model", "missing_field")
-    requested_adapter(serving, known_name(serving, given))
-    engine, family = serving.engine, serving.engine.config.family
+    lease = await requested_model(request, await known_name(serving, given))
+    engine, family = lease.engine, lease.engine.config.family
     return {
         "modelfile": f"FROM {given}",
         "parameters": "",
         "template": "" if engine.chat_template is None else engine.chat_template.source,
-        "details": _details(serving),
+        "details": _details(lease.model),
         "model_info": {
             "general.architecture": family,
             "general.parameter_count": engine.info.parameters,
@@ -150,8 +162,8 @@ async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
             f"{family}.embedding_length": engine.config.hidden_size,
             f"{family}.block_count": engine.config.layers,
         },
-        "capabilities": _capabilities(serving),
-        "modified_at": _loaded_at(serving),
+        "capabilities": _capabilities(lease),
+        "modified_at": _as_utc(lease.model.loaded_at or 0),
     }
 
 
@@ -161,27 +173,35 @@ async def version() -> dict[str, str]:
     return {"version": VERSION}
 
 
-def _card(serving: Serving, name: str) -> dict[str, Any]:
-    info = serving.engine.info
-    digest = hashlib.sha256(f"{name} {info.parameters} {info.format} {info.dtype}".encode()).hexdigest()
-    same = {"modified_at": _loaded_at(serving), "size": info.weight_bytes, "digest": digest}
-    return {"name": name, "model": name, **same, "details": _details(serving)}
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    info, size = None if model.engine is None else model.engine.info, model.weight_bytes or 0
+    kind = "" if info is None else f"{info.parameters} {info.format} {info.dtype}"
+    digest = hashlib.sha256(f"{name} {kind or size}".encode()).hexdigest()
+    same = {"modified_at": _as_utc(model.loaded_at or 0), "size": size, "digest": digest}
+    return {"name": name, "model": name, **same, "details": _details(model)}
 
 
-def _details(serving: Serving) -> dict[str, Any]:
-    info, family = serving.engine.info, serving.engine.config.family
+def _details(model: ServedModel) -> dict[str, Any]:
+    """What the model is; of one that is not loaded, what its headers say."""
+    engine, sizes = model.engine, model.source.sizes
+    if engine is not None:
+        info, family = engine.info, engine.config.family
+        path, parameters, level = info.path or "", info.parameters, info.format or info.dtype
+    else:
+        path, level = str(model.source.path or ""), "unknown"
+        family, parameters = ("unknown", 0) if sizes is None else (sizes.family, sizes.parameters)
     return {
         "parent_model": "",
-        "format": "gguf" if (info.path or "").endswith(".gguf") else "safetensors",
+        "format": "gguf" if path.endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": _rounded(info.parameters),
-        "quantization_level": info.format or info.dtype,
+        "parameter_size": _rounded(parameters),
+        "quantization_level": level,
     }
 
 
-def _capabilities(serving: Serving) -> list[str]:
-    engine = serving.engine
+def _capabilities(lease: ModelLease) -> list[str]:
+    engine = lease.engine
     if engine.chat_template is None:
         return ["completion"]
     return ["completion", "tools", *(["thinking"] if template_reasons(engine) else [])]
@@ -191,5 +211,5 @@ def _rounded(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 
-def _loaded_at(serving: Serving) -> str:
-    return datetime.fromtimestamp(serving.loaded_at or 0, UTC).isoformat().replace("+00:00", "Z")
+def _as_utc(seconds: float) -> str:
+    return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")

@@ -8,19 +8,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headway.program.engine import Engine
-from headway.server.adapters import ServedAdapter
+from headway.server.api.checks import RequestChecks, unknown_token
+from headway.server.api.parsing import JsonRoute
+from headway.server.api.plan import check_tools
+from headway.server.api.prompts import decode, encode
+from headway.server.api.request_schema import DetokenizeRequest, TokenizeRequest
+from headway.server.api.response_schema import Detokenized, ModelCard, ModelList, Tokenized, TokenizerInfo, ok
+from headway.server.api.streaming import json_bytes
+from headway.server.api.tokens import text_of
+from headway.server.chats.fields import template_variables
+from headway.server.chats.messages import read_chat_prompt, texts_of
 from headway.server.errors import bad_request
-from headway.server.openai.chat_fields import template_variables
-from headway.server.openai.checks import RequestChecks, unknown_token
-from headway.server.openai.messages import read_chat_prompt, texts_of
-from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.plan import check_tools
-from headway.server.openai.prompts import decode, encode
-from headway.server.openai.request_schema import DetokenizeRequest, TokenizeRequest
-from headway.server.openai.respond import requested_adapter
-from headway.server.openai.response_schema import Detokenized, ModelCard, ModelList, Tokenized, TokenizerInfo, ok
-from headway.server.openai.streaming import json_bytes
-from headway.server.openai.tokens import text_of
+from headway.server.models import ServedModel, requested_model
 from headway.server.pooling.models import PoolingModel
 from headway.server.serving import Serving
 from headway.text.tokenizer import Tokenizer
@@ -30,10 +29,10 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/v1/models", summary="List the models", response_model=None, responses=ok(ModelList))
 async def models(request: Request) -> dict[str, Any]:
-    """The engine's model under each of its names, and the models for embeddings, scores and labels."""
+    """Every model under each of its names, its adapters, and the models for embeddings, scores and labels."""
     serving: Serving = request.app.state.serving
-    cards = [_model_card(serving, name) for name in serving.model_names()]
-    cards += [_adapter_card(serving, adapter) for adapter in serving.adapters.names.values()]
+    await listed_models(serving)
+    cards = [card for one in serving.models.all() for card in _cards(one)]
     return {
         "object": "list",
         "data": cards + [_pooling_card(serving, pool) for pool in request.app.state.pooling_models.names().values()],
@@ -44,33 +43,63 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(model: str, request: Request) -> dict[str, Any]:
     """One model by its name."""
     serving: Serving = request.app.state.serving
-    if (pool := request.app.state.pooling_models.names().get(model)) is not None and model not in serving.model_names():
+    await listed_models(serving)
+    pool = request.app.state.pooling_models.names().get(model)
+    if pool is not None and model not in serving.models.names():
         return _pooling_card(serving, pool)
-    if (adapter := requested_adapter(serving, model)) is not None:
-        return _adapter_card(serving, adapter)
-    return _model_card(serving, model)
+    served, adapter = await serving.models.find(model)
+    return _model_card(served, model) if adapter is None else _adapter_card(served, adapter)
 
 
-def _adapter_card(serving: Serving, adapter: ServedAdapter) -> dict[str, Any]:
-    """An adapter is a model whose parent is the engine's."""
-    own = {"created": adapter.loaded_at, "root": adapter.name, "parent": serving.model_name}
-    return _model_card(serving, adapter.name) | own
+async def listed_models(serving: Serving) -> None:
+    """Have the list of models as it is now; raises a 503 while the only model loads."""
+    if serving.models.is_single:
+        await serving.models.peek(None)
+    else:
+        await serving.models.refresh()
+
+
+def _cards(model: ServedModel) -> list[dict[str, Any]]:
+    return [
+        *(_model_card(model, name) for name in model.source.names),
+        *(_adapter_card(model, name) for name in model.adapters.known),
+    ]
+
+
+def _adapter_card(model: ServedModel, name: str) -> dict[str, Any]:
+    """An adapter is a model whose parent is the one that it is for."""
+    adapter = model.adapters.names.get(name)
+    created = 0 if adapter is None else adapter.loaded_at
+    return _model_card(model, name) | {"created": created, "root": name, "parent": model.name}
 
 
 def _pooling_card(serving: Serving, pool: PoolingModel) -> dict[str, Any]:
-    return _model_card(serving, pool.name) | {"root": pool.name, "max_model_len": pool.task.limit}
+    return {
+        "id": pool.name,
+        "object": "model",
+        "created": serving.started_at or 0,
+        "owned_by": "headway",
+        "root": pool.name,
+        "parent": None,
+        "max_model_len": getattr(pool.task, "limit", None),
+        "state": "ready",
+        "size": None,
+        "progress": None,
+    }
 
 
-def _model_card(serving: Serving, name: str) -> dict[str, Any]:
-    limit = serving.engine.config.max_positions
+def _model_card(model: ServedModel, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": serving.loaded_at or 0,
+        "created": model.loaded_at or 0,
         "owned_by": "headway",
-        "root": serving.model_name,
+        "root": model.name,
         "parent": None,
-        "max_model_len": limit,
+        "max_model_len": model.context_length,
+        "state": model.shown_state,
+        "size": model.weight_bytes,
+        "progress": None if model.progress is None else model.progress[0] / max(1, model.progress[1]),
     }
 
 
@@ -78,12 +107,13 @@ def _model_card(serving: Serving, name: str) -> dict[str, Any]:
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text, with a BOS token if the model uses one, or of a chat in the model's template."""
     serving: Serving = request.app.state.serving
-    requested_adapter(serving, body.model)
+    lease = await requested_model(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("pass exactly one of prompt and messages", "prompt")
     with serving.queue_slot(serving.tenant(request)):
         return Response(
-            await serving.readers.run(_tokenize, body, RequestChecks(serving)), media_type="application/json"
+            await serving.readers.run(_tokenize, body, RequestChecks(serving, lease.engine)),
+            media_type="application/json",
         )
 
 
@@ -139,7 +169,7 @@ def _chat_ids(body: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
         engine,
         cue=body.add_generation_prompt is not False,
         continue_last=bool(body.continue_final_message),
-        variables=template_variables(body.chat_template_kwargs, engine),
+        variables=template_variables(body.chat_template_kwargs, engine.chat_template),
     ).ids
 
 
@@ -147,9 +177,9 @@ def _chat_ids(body: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, including the names of special tokens."""
     serving: Serving = request.app.state.serving
-    requested_adapter(serving, body.model)
+    lease = await requested_model(request, body.model)
     with serving.queue_slot(serving.tenant(request)):
-        text = await serving.readers.run(_detokenize, body, serving.engine)
+        text = await serving.readers.run(_detokenize, body, lease.engine)
     return Response(text, media_type="application/json")
 
 
@@ -162,10 +192,9 @@ def _detokenize(body: DetokenizeRequest, engine: Engine) -> bytes:
 
 
 @router.get("/tokenizer_info", summary="The tokenizer", response_model=None, responses=ok(TokenizerInfo))
-async def tokenizer_info(request: Request) -> dict[str, Any]:
+async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """What a client needs to tokenize as the server does."""
-    serving: Serving = request.app.state.serving
-    engine = serving.engine
+    engine = (await requested_model(request, model)).engine
     tokenizer, template = engine.tokenizer, engine.chat_template
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

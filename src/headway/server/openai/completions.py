@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headway.base.dataclass import dataclass
 from headway.program.chat.reader import ReplyReader
 from headway.program.context import Context
 from headway.program.generation.generator import Generation
 from headway.program.generation.steps import Step
-from headway.server.adapters import ServedAdapter
+from headway.server.api.beams import FoundSequence, search
+from headway.server.api.checks import RequestChecks
+from headway.server.api.parsing import JsonRoute
+from headway.server.api.plan import RequestPlan, plan_request
+from headway.server.api.prompts import Prompt, read_prompts, score_prompt, scored_tokens
+from headway.server.api.request_schema import CompletionRequest
+from headway.server.api.respond import DONE, FINISH_REASONS, TokenUsage, check_stream_options, respond
+from headway.server.api.response_schema import Completion, whole_or_stream
+from headway.server.api.streaming import Put, forks, run_all
+from headway.server.api.tokens import ScoredToken, TokenStream, completion_logprobs, prompt_logprobs
 from headway.server.errors import bad_request
 from headway.server.keys import Tenant
-from headway.server.openai.checks import RequestChecks
-from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.plan import RequestPlan, plan_request
-from headway.server.openai.prompts import Prompt, read_prompts, score_prompt, scored_tokens
-from headway.server.openai.request_schema import CompletionRequest
-from headway.server.openai.respond import FINISH_REASONS, TokenUsage, check_stream_options, requested_adapter, respond
-from headway.server.openai.response_schema import Completion, whole_or_stream
-from headway.server.openai.streaming import Put, forks, run_all
-from headway.server.openai.tokens import ScoredToken, TokenStream, completion_logprobs, prompt_logprobs
+from headway.server.models import ModelLease, requested_model
 from headway.server.serving import AdmittedRequest, Serving
 from headway.text.replies.parts import Content
 
@@ -40,22 +42,21 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """A continuation of each prompt, whole or as a stream of server-sent events."""
     serving: Serving = request.app.state.serving
     tenant = serving.tenant(request)
-    adapter = requested_adapter(serving, body.model)
+    lease = await requested_model(request, body.model)
     check_stream_options(body)
     with serving.queue_slot(tenant):
-        job = await _plan_completion(body, serving, tenant, adapter)
-    name = None if adapter is None else adapter.name
-    return await respond(serving, request, body, job, tokens=job.tokens, model=name)
+        job = await plan_completion(body, serving, tenant, lease)
+    return await respond(serving, request, body, job, tokens=job.tokens, lease=lease)
 
 
-async def _plan_completion(
-    body: CompletionRequest, serving: Serving, tenant: Tenant, adapter: ServedAdapter | None
+async def plan_completion(
+    body: CompletionRequest, serving: Serving, tenant: Tenant, lease: ModelLease
 ) -> CompletionJob:
     """The job of a request that passes all checks, with its prompts."""
-    check, n = RequestChecks(serving), body.n or 1
-    count = _count(body, check)
+    check, n = RequestChecks(serving, lease.engine), body.n or 1
+    count = n if body.use_beam_search else _count(body, check)
     top_logprobs = body.logprobs if body.logprobs is not None or count == n else 0  # best_of ranks by log-probability
-    plan = await plan_request(body, serving, tenant, top_logprobs=top_logprobs, grammar=None, adapter=adapter)
+    plan = await plan_request(body, serving, tenant, lease, top_logprobs=top_logprobs, grammar=None)
     plan = replace(plan, count=count)
     max_tokens = _max_tokens(body, check)
     _check_suffix(body)
@@ -114,6 +115,8 @@ class SequenceDelta:
     new: int = 0
     finish: str | None = None
     prompt: int | None = None
+    reason: str | None = None  # the step's own finish reason
+    stop_string: str = ""  # the one that ended it
 
 
 @dataclass
@@ -134,7 +137,7 @@ class SequenceState:
 class CompletionJob:
     """The generation of one request, and its response."""
 
-    id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    id_prefix, object, chunk_object, last_event = "cmpl", "text_completion", "text_completion", DONE
 
     def __init__(self, body: CompletionRequest, plan: RequestPlan, prompts: Sequence[Prompt], max_tokens: int) -> None:
         self._body, self._plan, self._prompts, self._max_tokens = body, plan, prompts, max_tokens
@@ -142,8 +145,9 @@ class CompletionJob:
         self._scores: dict[int, list[Any]] = {}  # `prompt_logprobs` by the prompt's number, for all its choices
         self._echoed: dict[int, dict[str, Any]] = {}  # `logprobs` of echoed prompts
         self._begun: set[int] = set()  # sequences whose first chunk was sent
+        self.generated = 0  # tokens so far
         self.usage = TokenUsage(prompt=sum(len(prompt.ids) for prompt in prompts))
-        self.tokens = self.usage.prompt + len(prompts) * plan.count * max_tokens  # upper bound of what is computed
+        self.tokens = self.usage.prompt + len(prompts) * plan.width * max_tokens  # upper bound of what is computed
 
     async def run(self, put: Put[SequenceDelta]) -> None:
         gate = asyncio.Semaphore(CONCURRENT_PROMPTS)
@@ -158,11 +162,16 @@ class CompletionJob:
                 if self._body.echo or finish:
                     text = prompt.text if self._body.echo else ""
                     await put(SequenceDelta(index, text, finish=finish, prompt=number))
-            if self._max_tokens:
-                offset = len(prompt.text) if self._body.echo else 0
+            offset = len(prompt.text) if self._body.echo else 0
+            if self._max_tokens and self._plan.beams is not None:
+                before = home.text_before
+                ranked = await search(self._plan, home, self._plan.grammar, self._max_tokens)
+                for index, one in enumerate(ranked, first):
+                    await self._write(one, before, index, offset, put)
+            elif self._max_tokens:
                 async with forks(home, count, self._plan.adapters) as contexts:
                     await run_all(self._generate(one, i, first + i, offset, put) for i, one in enumerate(contexts))
-            self.usage.cached += home.cached_tokens
+            self.usage.add_context(home)
 
     async def _fill_prompt(self, home: Context, number: int, prompt: Prompt) -> None:
         """Fill the prompt into the context, and keep its log-probabilities if requested, once for all choices."""
@@ -187,22 +196,36 @@ class CompletionJob:
 
     async def _generate(self, context: Context, number: int, index: int, offset: int, put: Put[SequenceDelta]) -> None:
         generation = self._plan.generation(context, number, self._plan.grammar, self._max_tokens)
-        token_stream, before = TokenStream(self._plan.engine, context.text_before, offset), 0
-        text_of_step = self._text_reader(generation)
+        await self._write(generation, context.text_before, index, offset, put)
+
+    async def _write(
+        self,
+        generation: Generation | FoundSequence,
+        text_before: Sequence[int],
+        index: int,
+        offset: int,
+        put: Put[SequenceDelta],
+    ) -> None:
+        token_stream, before = TokenStream(self._plan.engine, text_before, offset), 0
+        text_of_step = self._text_reader(generation, text_before)
         async for step in generation:
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
             tokens, text = token_stream.push(step, kept), text_of_step(step)
             finish = None if step.finish is None else FINISH_REASONS[step.finish]
             if text or tokens or finish or kept > before:
-                await put(SequenceDelta(index, text, tuple(tokens), max(0, kept - before), finish))
+                new, stop_string = max(0, kept - before), generation.stop_string or ""
+                ending = {} if finish is None else {"reason": step.finish, "stop_string": stop_string}
+                await put(SequenceDelta(index, text, tuple(tokens), new, finish, **ending))
             before = kept
         self.usage.completion += before
 
-    def _text_reader(self, generation: Generation) -> Callable[[Step], str]:
+    def _text_reader(self, generation: Generation | FoundSequence, before: Sequence[int]) -> Callable[[Step], str]:
         """A function of each step of a sequence: its text, with special tokens and the stop string where requested."""
         plan = self._plan
         special = plan.show_special and plan.engine.has_tokenizer
-        reader = ReplyReader(plan.engine.tokenizer, None, special=True) if special else None
+        reader = ReplyReader(plan.engine.tokenizer, None, special=True, continues=True) if special else None
+        if reader is not None:
+            reader.begin(before)
 
         def read(step: Step) -> str:
             text = step.text
@@ -217,6 +240,7 @@ class CompletionJob:
 
     def add(self, delta: SequenceDelta, admitted: AdmittedRequest) -> None:
         if delta.new:
+            self.generated += delta.new
             admitted.tokens(delta.new, choice=delta.index)
         if delta.finish is not None:
             admitted.finish(delta.finish)
@@ -233,7 +257,8 @@ class CompletionJob:
         for number in range(len(self._prompts)):
             candidates = self._sequences[number * count : (number + 1) * count]
             best = sorted(candidates, key=lambda one: -one.mean_logprob) if count > n else candidates
-            choices += [self._choice(one, number, len(choices) + i) for i, one in enumerate(best[:n])]
+            best = [one for one in best[:n] if one.finish is not None]  # a search may find fewer
+            choices += [self._choice(one, number, len(choices) + i) for i, one in enumerate(best)]
         return {"choices": choices}
 
     def _choice(self, sequence: SequenceState, number: int, index: int) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""The models for embeddings, reranking and classification, by role. Opened and closed with the server."""
+"""The models for embeddings, reranking, classification and speech, by role. Opened and closed with the server."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, UnsupportedModel
 from headway.server.errors import ApiError, bad_request
 from headway.server.settings import named_model
@@ -14,8 +14,13 @@ from headway.server.settings import named_model
 if TYPE_CHECKING:
     from headway.pipelines.pipeline import Pipeline
 
-ROLES = ("embed", "rerank", "classify")
-ROLE_NAMES = {"embed": "embedding model", "rerank": "reranker or embedding model", "classify": "classifier"}
+ROLES = ("embed", "rerank", "classify", "audio")
+ROLE_NAMES = {
+    "embed": "embedding model",
+    "rerank": "reranker or embedding model",
+    "classify": "classifier",
+    "audio": "speech model",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +75,14 @@ class PoolingModels:
         from headway.pipelines.factory import PipelineSpec, open_pipeline
         from headway.server.pooling.tasks import ServedClassifier, ServedEmbedding
 
+        if role == "audio":
+            from headway.pipelines.backends.loading import config_of
+            from headway.pipelines.tasks.speech_recognition import class_for
+
+            model = self._find(source)
+            return open_pipeline(
+                PipelineSpec(name=role, kind=class_for(config_of(model)), model=model, device=self._device)
+            )
         kind = ServedEmbedding if role == "embed" else ServedClassifier
         pipeline = open_pipeline(PipelineSpec(name=role, kind=kind, model=self._find(source), device=self._device))
         if role == "rerank" and pipeline.task.config.num_labels != 1:

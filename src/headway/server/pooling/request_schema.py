@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from headway.server.openai.request_schema import Count, FailAtFirst, Ids, NonEmptyIds, RequestSchema, described
+from headway.server.api.request_schema import Count, FailAtFirst, Ids, NonEmptyIds, RequestSchema, described
 
 Texts = Annotated[list[str], FailAtFirst(), described(minItems=1)]
 Rows = Annotated[list[NonEmptyIds], FailAtFirst(), described(minItems=1)]

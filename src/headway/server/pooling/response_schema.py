@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headway.server.openai.response_schema import ResponseSchema
+from headway.server.api.response_schema import ResponseSchema
 
 
 class PoolingUsage(ResponseSchema):

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,14 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.pipelines.task import Row
+from headway.server.api.checks import unknown_token
+from headway.server.api.parsing import JsonRoute
+from headway.server.api.response_schema import ERRORS, QUEUE_ERRORS, ok
+from headway.server.api.streaming import json_bytes_in_pieces
 from headway.server.errors import bad_request
-from headway.server.openai.checks import unknown_token
-from headway.server.openai.parsing import JsonRoute
-from headway.server.openai.response_schema import ERRORS, QUEUE_ERRORS, ok
-from headway.server.openai.streaming import json_bytes
 from headway.server.pooling.models import PoolingModel, PoolingModels
 from headway.server.pooling.request_schema import (
     ClassifyRequest,
@@ -65,7 +65,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             {"object": "embedding", "index": i, "embedding": _encode_vector(array, body.encoding_format)}
             for i, array in enumerate(result.arrays)
         ]
-        return json_bytes({"object": "list", "model": pool.name, "data": data, "usage": result.usage})
+        return json_bytes_in_pieces({"object": "list", "model": pool.name, "data": data, "usage": result.usage})
 
     return await _response(request.app.state.serving, write)
 
@@ -102,7 +102,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
         results = [one | {"document": {"text": documents[one["index"]]}} for one in results]
     return await _response(
         serving,
-        lambda: json_bytes(
+        lambda: json_bytes_in_pieces(
             {"id": f"rerank-{result.id}", "model": pool.name, "results": results, "usage": result.usage}
         ),
     )
@@ -129,7 +129,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         scores = [float(table[places[one]] @ table[places[other]]) for one, other in pairs]
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     return await _response(
-        serving, lambda: json_bytes(_common_fields("score", result, pool) | {"data": data, "usage": result.usage})
+        serving,
+        lambda: json_bytes_in_pieces(_common_fields("score", result, pool) | {"data": data, "usage": result.usage}),
     )
 
 
@@ -161,7 +162,8 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         for i, array in enumerate(result.arrays)
     ]
     return await _response(
-        serving, lambda: json_bytes(_common_fields("classify", result, pool) | {"data": data, "usage": result.usage})
+        serving,
+        lambda: json_bytes_in_pieces(_common_fields("classify", result, pool) | {"data": data, "usage": result.usage}),
     )
 
 
@@ -183,7 +185,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
             {"index": i, "object": "pooling", "data": _encode_vector(array, body.encoding_format)}
             for i, array in enumerate(result.arrays)
         ]
-        return json_bytes(_common_fields("pool", result, pool) | {"data": data, "usage": result.usage})
+        return json_bytes_in_pieces(_common_fields("pool", result, pool) | {"data": data, "usage": result.usage})
 
     return await _response(serving, write)
 
@@ -195,7 +197,7 @@ def _pool(request: Request, *roles: str, model: str | None) -> tuple[Serving, Po
     serving, pooling_models = request.app.state.serving, request.app.state.pooling_models
     assert isinstance(serving, Serving)
     assert isinstance(pooling_models, PoolingModels)
-    _ = serving.engine  # raises while models are loading
+    serving.check_started()
     return serving, pooling_models.get(*roles, model=model)
 
 
@@ -273,6 +275,9 @@ async def _tokenize(
         raise bad_request(_http_advice(str(error)), param, "context_length_exceeded") from error
     if empty := [i for i, row in enumerate(rows) if row.length == 0]:
         raise bad_request(f"{param}[{empty[0]}] has no tokens; pass some text", param)
+    for i, row in enumerate(rows):
+        if (id := max(row.inputs["input_ids"])) >= pool.task.vocab:  # the folder's tokenizer is another model's
+            raise unknown_token(f"a token of {param}[{i}]", id, pool.task.vocab, param)
     return rows
 
 

@@ -7,11 +7,11 @@ pipeline. Only the rows go through the batcher, together with those of other req
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.pipelines.inputs.arrays import by_token, pooled
 from headway.pipelines.inputs.text import PlainEncoding, TextOptions
 from headway.pipelines.task import ModelInputs, PreparedItem, Row, Task, TaskOptions

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from headway.server.openai.request_schema import (
+from headway.server.api.request_schema import (
     OFF_VALUES,
     Count,
+    CustomDefinition,
+    CustomFormat,
+    CustomGrammar,
     FailAtFirst,
     NonNegative,
     RequestSchema,
@@ -58,20 +61,42 @@ class ItemPart(RequestSchema):
 Parts = Annotated[list[ItemPart], FailAtFirst()]
 
 
+ItemType = Literal[
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "mcp_list_tools",
+    "mcp_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "reasoning",
+    "item_reference",
+]
+
+
 class InputItem(RequestSchema):
     """One item of the input, of any type. Clients may send back items with all fields that responses have."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = None
+    type: ItemType | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | Parts | None = None
     id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    status: Literal["in_progress", "completed", "incomplete", "calling", "failed"] | None = None
     phase: str | None = None  # sent back by clients; ignored
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     parsed_arguments: Any = None  # added by client libraries; ignored
+    input: str | None = None  # of a custom tool
     output: str | Parts | None = None
+    server_label: str | None = None
+    tools: Annotated[list[Any], FailAtFirst()] | None = None  # of an MCP server's list
+    error: str | dict[str, Any] | None = None  # of an MCP call or list
+    approval_request_id: str | None = None
+    approve: bool | None = None  # of an approval
+    reason: str | None = None
     summary: Parts | None = None
     encrypted_content: str | None = None
 
@@ -86,9 +111,86 @@ class FunctionTool(RequestSchema):
     strict: bool | None = None
 
 
+class CustomToolFormat(RequestSchema):
+    """What a custom tool takes: any text, or one that follows a grammar."""
+
+    type: Literal["text", "grammar"]
+    definition: str | None = None
+    syntax: Literal["lark", "regex"] | None = None
+
+
+class CustomTool(RequestSchema):
+    """A tool that takes one text."""
+
+    type: Literal["custom"]
+    name: Text
+    description: str | None = None
+    format: CustomToolFormat | None = None
+
+    @property
+    def definition(self) -> CustomDefinition:
+        """The tool as chats have it."""
+        format, grammar = self.format, None
+        if format is not None and format.definition is not None and format.syntax is not None:
+            grammar = CustomGrammar(definition=format.definition, syntax=format.syntax)
+        whole = None if format is None else CustomFormat(type=format.type, grammar=grammar)
+        return CustomDefinition(name=self.name, description=self.description, format=whole)
+
+
+class McpToolFilter(RequestSchema):
+    tool_names: Annotated[list[str], FailAtFirst()] | None = None
+    read_only: bool | None = None
+
+
+class McpApprovals(RequestSchema):
+    """Which tools need an approval, and which do not. One that neither names needs it."""
+
+    always: McpToolFilter | None = None
+    never: McpToolFilter | None = None
+
+
+class McpServerTool(RequestSchema):
+    """The tools of an MCP server: one of the operator's by its name, or one at a URL that the operator allows."""
+
+    type: Literal["mcp"]
+    server_label: Text
+    server_url: str | None = None
+    server_description: str | None = None
+    allowed_tools: Annotated[list[str], FailAtFirst()] | McpToolFilter | None = None
+    require_approval: Literal["never", "always"] | McpApprovals | None = None
+    headers: dict[str, str] | None = None
+    authorization: str | None = None
+
+
+def _kind(value: Any) -> str | None:
+    type = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return KINDS.get(type) if isinstance(type, str) else None
+
+
+KINDS = {"function": "FunctionTool", "custom": "CustomTool", "mcp": "McpServerTool"}
+AnyResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("FunctionTool")]
+    | Annotated[CustomTool, Tag("CustomTool")]
+    | Annotated[McpServerTool, Tag("McpServerTool")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_tool",
+        custom_error_message="the type of a tool must be function, custom or mcp; there are no built-in tools",
+    ),
+]
+
+
 class NamedFunctionTool(RequestSchema):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+
+
+class NamedMcpTool(RequestSchema):
+    """A tool of an MCP server, or any of them."""
+
+    type: Literal["mcp"]
+    server_label: str
+    name: str | None = None
 
 
 class AllowedFunctionTools(RequestSchema):
@@ -96,7 +198,7 @@ class AllowedFunctionTools(RequestSchema):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunctionTool], FailAtFirst(), Field(min_length=1)]
+    tools: Annotated[list[NamedFunctionTool | NamedMcpTool], FailAtFirst(), Field(min_length=1)]
 
 
 class TextFormat(RequestSchema):
@@ -109,7 +211,7 @@ class TextFormat(RequestSchema):
     strict: bool | None = None
 
 
-class TextOptions(RequestSchema):
+class ResponseTextOptions(RequestSchema):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
@@ -126,8 +228,12 @@ class ResponseStreamOptions(RequestSchema):
 
 
 Input = Text | Annotated[list[InputItem], FailAtFirst(), described(minItems=1)]
-Tools = Annotated[list[FunctionTool], FailAtFirst()]
-ToolChoice = Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools
+Tools = Annotated[list[AnyResponseTool], FailAtFirst()]
+ToolChoice = Literal["none", "auto", "required"] | NamedFunctionTool | NamedMcpTool | AllowedFunctionTools
+
+
+class ConversationName(RequestSchema):
+    id: str
 
 
 class PromptRequest(SamplingFields):
@@ -139,10 +245,11 @@ class PromptRequest(SamplingFields):
     input: Input
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
+    text: ResponseTextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -158,6 +265,7 @@ class ResponseRequest(PromptRequest):
         Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FailAtFirst()] | None
     ) = None
     max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
     top_logprobs: NonNegative | None = None
     stop: Text | Texts | None = None
     metadata: Metadata | None = None
@@ -167,3 +275,8 @@ class ResponseRequest(PromptRequest):
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
+
+
+def conversation_id(body: PromptRequest) -> str | None:
+    """The id of the conversation that a request is for."""
+    return body.conversation.id if isinstance(body.conversation, ConversationName) else body.conversation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from headway.server.openai.response_schema import ChatToken, Responses, ResponseSchema
+from headway.server.api.response_schema import ChatToken, Responses, ResponseSchema
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -47,13 +47,57 @@ class OutputFunctionCall(ResponseSchema):
     arguments: str
 
 
+class OutputCustomToolCall(ResponseSchema):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+class ListedTool(ResponseSchema):
+    name: str
+    description: str
+    input_schema: dict[str, Any]
+    annotations: dict[str, Any] | None
+
+
+class OutputMcpListTools(ResponseSchema):
+    id: str
+    type: Literal["mcp_list_tools"]
+    server_label: str
+    tools: list[ListedTool]
+    error: None
+
+
+class OutputMcpCall(ResponseSchema):
+    id: str
+    type: Literal["mcp_call"]
+    status: Literal["in_progress", "calling", "completed", "incomplete", "failed"]
+    server_label: str
+    name: str
+    arguments: str
+    output: str | None
+    error: dict[str, Any] | None
+    approval_request_id: str | None
+
+
+class OutputMcpApprovalRequest(ResponseSchema):
+    id: str
+    type: Literal["mcp_approval_request"]
+    server_label: str
+    name: str
+    arguments: str
+
+
 class ResponseFailure(ResponseSchema):
     code: str
     message: str
 
 
 class IncompleteDetails(ResponseSchema):
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "max_tool_calls"]
 
 
 class ReasoningEcho(ResponseSchema):
@@ -82,6 +126,10 @@ class ResponseUsage(ResponseSchema):
     total_tokens: int
 
 
+class ConversationEcho(ResponseSchema):
+    id: str
+
+
 class ResponseObject(ResponseSchema):
     """A response, under way or complete."""
 
@@ -95,11 +143,21 @@ class ResponseObject(ResponseSchema):
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputFunctionCall]
+    output: list[
+        OutputMessage
+        | OutputReasoning
+        | OutputFunctionCall
+        | OutputCustomToolCall
+        | OutputMcpListTools
+        | OutputMcpCall
+        | OutputMcpApprovalRequest
+    ]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    conversation: ConversationEcho | None
     reasoning: ReasoningEcho
     store: bool
     temperature: float | None
@@ -111,6 +169,18 @@ class ResponseObject(ResponseSchema):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     user: str | None
+    prompt_cache_key: str | None
+    prompt_cache_retention: str | None
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    access_programs: None
+    image: None
+    input_transformations: None
+    moderation: None
+    prompt: None
+    prompt_cache_diagnostics: None
+    prompt_cache_options: None
+    tool_usage: None
 
 
 class DeletedResponse(ResponseSchema):

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from headway.server.api.checks import RequestChecks
+from headway.server.api.parsing import ItemsRoute
+from headway.server.api.response_schema import ERRORS, QUEUE_ERRORS, ok
+from headway.server.api.streaming import json_bytes
+from headway.server.chats.fields import modern_request
+from headway.server.chats.message_job import respond_message
+from headway.server.chats.plan import plan_chat, read_prompt
 from headway.server.errors import bad_request, fields_named
-from headway.server.message_job import respond_message
-from headway.server.openai.chat_fields import modern_request
-from headway.server.openai.chat_plan import plan_chat, read_prompt
-from headway.server.openai.checks import RequestChecks
-from headway.server.openai.parsing import ItemsRoute
-from headway.server.openai.respond import requested_adapter
-from headway.server.openai.response_schema import ERRORS, QUEUE_ERRORS, ok
-from headway.server.openai.streaming import json_bytes
-from headway.server.responses.items import FIELDS, chat_request
-from headway.server.responses.output import ResponseWriter
+from headway.server.models import requested_model
+from headway.server.responses.items import FIELDS, ItemOrder, Offered, chat_messages, chat_request, item_page
+from headway.server.responses.mcp_tools import not_offered, offered_tools
+from headway.server.responses.output import McpResult, ResponseTools, ResponseWriter
 from headway.server.responses.request_schema import PromptRequest, ResponseRequest
 from headway.server.responses.response_schema import (
     WHOLE_OR_EVENTS,
@@ -28,7 +29,8 @@ from headway.server.responses.response_schema import (
     ResponseObject,
 )
 from headway.server.responses.store import ResponseStore
-from headway.server.responses.turn import TurnJob, previous_response, read_turn
+from headway.server.responses.tool_loop import ToolLoop, approved_item
+from headway.server.responses.turn import TurnJob, continued, read_turn
 from headway.server.serving import Serving
 
 router = APIRouter(route_class=ItemsRoute, responses={**ERRORS, **QUEUE_ERRORS})
@@ -39,20 +41,39 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     """The model's next turn: whole, as a stream of server-sent events, or in the background."""
     serving: Serving = request.app.state.serving
     store: ResponseStore = request.app.state.responses
-    tenant, adapter = serving.tenant(request), requested_adapter(serving, body.model)
+    tenant, lease = serving.tenant(request), await requested_model(request, body.model)
     _check_options(body)
-    previous = previous_response(body, store, tenant)
+    previous = continued(body, store, tenant)
     with serving.queue_slot(tenant), fields_named(FIELDS):
         turn = await serving.readers.run(read_turn, body, serving.settings, previous)
-        plan = await plan_chat(chat_request(body, turn.earlier, turn.new), serving, tenant, adapter)
-    name = None if adapter is None else adapter.name
-    writer = ResponseWriter(body, serving.engine, model=name or serving.model_name, format=plan.prompt.format)
-    job = TurnJob(turn, plan, writer, store, keeps=body.store is not False)
+        offered = await offered_tools(body, request.app.state.mcp, serving.settings, tenant)
+        if offered is None and turn.approved:
+            raise not_offered(turn.approved[0])
+        if offered is None:
+            loop, plan = None, await plan_chat(chat_request(body, turn.earlier, turn.new), serving, tenant, lease)
+        else:
+            loop = ToolLoop(
+                body,
+                turn.earlier,
+                turn.new,
+                offered,
+                approved=turn.approved,
+                serving=serving,
+                tenant=tenant,
+                lease=lease,
+            )
+            plan = await loop.first_plan()
+    replica = serving.settings.replica
+    custom = plan.policy.custom
+    tools = ResponseTools(custom) if offered is None else offered.response_tools(custom, turn.approved)
+    writer = ResponseWriter(
+        body, lease.engine, model=lease.name, format=plan.prompt.format, replica=replica, tools=tools
+    )
+    job = TurnJob(turn, plan, writer, store, is_stored=body.store is not False, tools=loop)
     if body.background:
-        return Response(json_bytes(await job.start(serving, tenant, model=name)), media_type="application/json")
-    if body.store is not False:
-        job.store_at_end(tenant)
-    return await respond_message(serving, request, plan, job.message, writer, stream=bool(body.stream), model=name)
+        return Response(json_bytes(await job.start(serving, tenant, lease)), media_type="application/json")
+    job.store_at_end(tenant)
+    return await respond_message(serving, request, plan, job.message, writer, stream=bool(body.stream), lease=lease)
 
 
 def _check_options(body: ResponseRequest) -> None:
@@ -121,21 +142,15 @@ async def list_input_items(
     response_id: str,
     request: Request,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
+    order: ItemOrder = "desc",
     after: str | None = None,
 ) -> Response:
     """The input items of a stored response, without those of earlier ones."""
     serving: Serving = request.app.state.serving
     stored = request.app.state.responses.get(serving.tenant(request), response_id)
-    items = list(stored.input_items) if order == "asc" else list(reversed(stored.input_items))
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
+    if after is not None and all(item["id"] != after for item in stored.input_items):
         raise bad_request(f"after is {after!r:.80}; it must be the id of an input item", "after")
-    start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + limit]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    fields = {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
-    return Response(json_bytes(fields), media_type="application/json")
+    return Response(json_bytes(item_page(stored.input_items, limit, order, after)), media_type="application/json")
 
 
 @router.post("/v1/responses/input_tokens", summary="Count input tokens", response_model=None, responses=ok(InputTokens))
@@ -143,13 +158,18 @@ async def count_input_tokens(body: PromptRequest, request: Request) -> dict[str,
     """The tokens of the prompt that a request would have."""
     serving: Serving = request.app.state.serving
     tenant = serving.tenant(request)
-    requested_adapter(serving, body.model)
-    previous = previous_response(body, request.app.state.responses, tenant)
+    lease = await requested_model(request, body.model)
+    previous = continued(body, request.app.state.responses, tenant)
 
-    def count() -> int:
+    def count(offered: Offered) -> int:
         turn = read_turn(body, serving.settings, previous)
-        chat = modern_request(chat_request(body, turn.earlier, turn.new))
-        return len(read_prompt(chat, RequestChecks(serving)).ids)
+        calls = chat_messages([approved_item(call, McpResult(0, "")) for call in turn.approved], turn.all_messages)
+        chat = modern_request(chat_request(body, turn.earlier, (*turn.new, *calls), offered))
+        return len(read_prompt(chat, RequestChecks(serving, lease.engine)).ids)
 
     with serving.queue_slot(tenant), fields_named(FIELDS):
-        return {"object": "response.input_tokens", "input_tokens": await serving.readers.run(count)}
+        offered = await offered_tools(body, request.app.state.mcp, serving.settings, tenant)
+        if offered is not None:
+            offered.close()
+        tools = {} if offered is None else offered.definitions
+        return {"object": "response.input_tokens", "input_tokens": await serving.readers.run(count, tools)}

@@ -8,13 +8,20 @@ question. Nothing here waits in the event loop's thread.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from headway.base.errors import InvalidInput, InvalidToken, Unsupported, WrongType
+from headway.program.generation.draws import Drawing
+from headway.program.generation.hooks import RunningBeam
 from headway.program.generation.speculation.drafter import Draft
-from headway.remote.codec import BadMessage
+from headway.remote.protocol.codec import BadMessage
+from headway.remote.protocol.values import spec_json
+
+if TYPE_CHECKING:
+    from headway.program.context import Context
 
 
 class Caller(Protocol):
@@ -24,8 +31,16 @@ class Caller(Protocol):
 
     def tell(self, of: int, method: str, *args: Any) -> None: ...
 
+    def named(self, of: int, proxy: Any) -> Any:
+        """`proxy`, which stands for the object of this number: the client drops that when it is gone."""
+        ...
+
     def new_object(self) -> int:
         """A number for one more object of the client."""
+        ...
+
+    def lent(self, context: Context) -> AbstractContextManager[int]:
+        """A number under which the client may use a context of the server's own, in this block."""
         ...
 
 
@@ -104,19 +119,26 @@ class CopyableConstraint(ClientConstraint):
         twin = type(self)(self._caller, self._caller.new_object(), self._vocab)
         self._caller.tell(self.number, "copy", twin.number, self._since)
         self._since = []
-        return twin
+        return self._caller.named(twin.number, twin)
 
 
 def _allows(mask: np.ndarray, token: int) -> bool:
     return token // 32 < mask.size and bool(int(mask[token // 32]) >> (token % 32) & 1)
 
 
+def _named_kind(name: Any, base: type) -> Any:
+    """The class under the name of the client's own, for messages."""
+    if not isinstance(name, str) or not name.isidentifier() or len(name) > 80:
+        raise BadMessage(f"{name!r:.80} is not the name of a class")
+    return type(name, (base,), {})
+
+
 def client_constraint(caller: Caller, given: Any, vocab: int) -> ClientConstraint:
     """The constraint of `{"object": number, "copy": whether it can be copied, "name": its class, for messages}`."""
     match given:
-        case {"object": int(of), "copy": bool(copies), "name": str(name)} if name.isidentifier() and len(name) <= 80:
-            kind: Any = type(name, (CopyableConstraint if copies else ClientConstraint,), {})
-            return kind(caller, of, vocab)
+        case {"object": int(of), "copy": bool(copies), "name": name}:
+            base = CopyableConstraint if copies else ClientConstraint
+            return _named_kind(name, base)(caller, of, vocab)
     raise BadMessage(f"{given!r:.80} is not a constraint; see docs/protocol.md")
 
 
@@ -141,16 +163,27 @@ class CopyableDrafter(ClientDrafter):
     """One whose object on the client has `copy()`."""
 
     def copy(self) -> CopyableDrafter:
-        twin = CopyableDrafter(self._caller, self._caller.new_object(), self.adaptive)
+        twin = type(self)(self._caller, self._caller.new_object(), self.adaptive)
         self._caller.tell(self._of, "copy", twin._of, [])
-        return twin
+        return self._caller.named(twin._of, twin)
+
+
+class DrawingDrafter(CopyableDrafter):
+    """One of ours that draws as the generation does: a `DraftModel`, whose engine is the client's."""
+
+    def bind(self, context: object, drawing: Drawing, *, rejects: bool) -> None:
+        self._caller.tell(self._of, "bind", spec_json(drawing.sampler), rejects)
+
+    def release(self) -> None:
+        self._caller.tell(self._of, "release")
 
 
 def client_drafter(caller: Caller, given: Any) -> ClientDrafter:
-    """The drafter of `{"object": number, "copy": …, "adaptive": …}`."""
+    """The drafter of `{"object": number, "copy": …, "name": …, "adaptive": …, "draws": as the generation does}`."""
     match given:
-        case {"object": int(of), "copy": bool(copies), "adaptive": bool(adaptive)}:
-            return (CopyableDrafter if copies else ClientDrafter)(caller, of, adaptive)
+        case {"object": int(of), "copy": bool(copies), "adaptive": bool(adaptive), "draws": bool(draws), "name": name}:
+            base = DrawingDrafter if draws else CopyableDrafter if copies else ClientDrafter
+            return _named_kind(name, base)(caller, of, adaptive)
     raise BadMessage(f"{given!r:.80} is not a drafter; see docs/protocol.md")
 
 
@@ -158,7 +191,11 @@ def logits_hook(caller: Caller, of: int) -> Callable[..., Awaitable[Any]]:
     """The client's hook between a row's logits and its draw."""
 
     async def hook(logits: np.ndarray, generation: object) -> Any:
-        changed = await caller.ask(of, "logits", logits)
+        if isinstance(generation, RunningBeam):
+            with caller.lent(generation.context) as number:
+                changed = await caller.ask(of, "logits", logits, number, list(generation.generated))
+        else:
+            changed = await caller.ask(of, "logits", logits)
         if changed is not None and not isinstance(changed, np.ndarray):
             raise InvalidInput("the logits that a hook returns must be an array")
         return changed

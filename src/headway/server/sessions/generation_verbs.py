@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import HeadwayError, InvalidInput, Unsupported
-from headway.base.generation import parameters_of
+from headway.base.errors import HeadwayError, InvalidInput
+from headway.base.specs.generation import parameters_of
 from headway.program.constraints.grammar import Grammar
-from headway.program.generation.sequences import Generations
+from headway.program.generation.sequences.sequences import Generations
 from headway.program.generation.speculation.draft_model import OwnLayers
 from headway.program.generation.speculation.prompt_lookup import PromptLookup
-from headway.remote.codec import BadMessage
-from headway.remote.values import mask_of, sampler_of
+from headway.remote.protocol.codec import BadMessage
+from headway.remote.protocol.values import mask_of, sampler_of
 from headway.server.sessions.callables import (
     Caller,
     ClientConstraint,
@@ -42,10 +42,10 @@ def generation_new(session: Session, context: int, generation: int, options: dic
     if len(session.generations) >= session.serving.settings.max_contexts:
         raise InvalidInput(f"this session has {len(session.generations)} generations; let go of some")
     arguments, constraint = _arguments(session, options)
-    made = own.generate(**arguments)
-    served = ServedGeneration(made, constraint, partial(_send_step, session, generation))
+    running = own.generate(**arguments)
+    served = ServedGeneration(running, constraint, partial(_send_step, session, generation))
     session.generations[generation] = served
-    return {"several": isinstance(made, Generations), "seed": made.seed, "repr": repr(made)}
+    return {"several": isinstance(running, Generations), "seed": running.seed, "repr": repr(running)}
 
 
 def _send_step(session: Session, generation: int, message: dict[str, Any]) -> None:
@@ -68,13 +68,11 @@ def _arguments(session: Session, options: Any) -> tuple[dict[str, Any], ClientCo
     if (given := options.get("attention_mask")) is not None:
         arguments["attention_mask"] = mask_of(given)
     arguments["probe"] = probe_argument(options.get("probe"))
-    arguments["adapter"] = adapter_argument(session.serving.adapters.names, options.get("adapter"))
+    arguments["adapter"] = adapter_argument(session.adapters, options.get("adapter"))
     constraint = None
     if (given := options.get("constrain")) is not None:
-        arguments["constrain"] = found = _constraint(caller, given, engine.vocab_size)
-        constraint = found if isinstance(found, ClientConstraint) else None
-        if constraint is not None and options.get("num_beams") not in (None, 1):
-            raise Unsupported("a constraint of the client's own cannot be given with num_beams; use a Grammar")
+        arguments["constrain"] = constraint_given = _constraint(caller, given, engine.vocab_size)
+        constraint = constraint_given if isinstance(constraint_given, ClientConstraint) else None
     if (given := options.get("speculate")) is not None:
         arguments["speculate"] = _drafter(caller, given)
     if (of := options.get("logits")) is not None:
@@ -129,7 +127,7 @@ def _prepare_hook(session: Session, of: int) -> Callable[[Prepared[Any]], Awaita
         step = PreparedStep(prepared, served.context)
         operations = await session.caller.ask(of, "prepare", len(step.handles))
         served.hooked = step
-        step.build(operations, {}, session.serving.adapters.names)
+        step.build(operations, {}, session.adapters)
 
     return hook
 
@@ -182,16 +180,35 @@ def generation_sequences(session: Session, generation: int) -> Awaitable[dict[st
 
 
 @verb
-async def generation_contexts(session: Session, generation: int, contexts: list[int]) -> int:
+def generation_contexts(session: Session, generation: int, contexts: list[int]) -> Awaitable[int]:
     served = session.generation(generation)
-    if not isinstance(served.generation, Generations):
+    several = served.generation
+    if not isinstance(several, Generations):
         raise InvalidInput("this generation has one sequence, in its own context")
-    _, *others = await served.generation.contexts()
-    if not isinstance(contexts, list) or len(contexts) < len(others):
-        raise BadMessage(f"{len(others)} contexts need a number each")
-    for number, context in zip(contexts, others, strict=False):
-        session.hold(number, context)
-    return len(others)
+    if not isinstance(contexts, list) or len(set(map(str, contexts))) < len(contexts):
+        raise BadMessage(f"{contexts!r:.80} are not new numbers of contexts")
+    for number in contexts:
+        session.check_number(number)
+    session.settle_passes(served.context)
+
+    async def held() -> int:
+        with session.serving.queue_slot(session.tenant):
+            _, *others = await several.contexts()
+        try:
+            if len(contexts) < len(others):
+                raise BadMessage(f"{len(others)} contexts need a number each")
+            for number, context in zip(contexts, others, strict=False):
+                session.hold(number, context)
+        except BaseException:
+            for number, context in zip(contexts, others, strict=False):
+                if session.contexts.get(number) is context:
+                    del session.contexts[number]
+            for context in others:
+                context.release()
+            raise
+        return len(others)
+
+    return held()
 
 
 @verb
@@ -199,10 +216,10 @@ def generation_state(session: Session, generation: int) -> Awaitable[dict[str, A
     served = session.generation(generation)
 
     async def state() -> dict[str, Any]:
-        found = served.state()
+        state = served.state()
         if served.constraint is not None and served.constraint.is_behind:
             await served.constraint.settle_async()
-        return found
+        return state
 
     return state()
 
@@ -282,13 +299,13 @@ def generation_take(
     session: Session, generation: int, prepared: int, operations: list[Any]
 ) -> Awaitable[dict[str, Any]]:
     served, step = session.generation(generation), taken_step(session, prepared)
-    step.build(operations, session.passes.get(step.context, {}), session.serving.adapters.names)
+    step.build(operations, session.passes.get(step.context, {}), session.adapters)
 
     async def taken() -> dict[str, Any]:
-        found = await step.prepared.take()
+        taken = await step.prepared.take()
         if served.constraint is not None:
             served.constraint.finish()
-        return {"step": step_json(served.shown(found)), "pass": step.result(), **served.state()}
+        return {"step": step_json(served.shown(taken)), "pass": step.result(), **served.state()}
 
     return taken()
 

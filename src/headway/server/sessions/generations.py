@@ -17,15 +17,15 @@ from dataclasses import asdict
 from typing import Any
 
 from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported
+from headway.program.checks.ids import common
 from headway.program.context import Context
 from headway.program.generation.generator import Generation
 from headway.program.generation.ngrams import NoRepeat
-from headway.program.generation.sequences import Generations
+from headway.program.generation.sequences.sequences import Generations
 from headway.program.generation.steps import Prepared, Step
-from headway.program.ids import common
-from headway.remote.codec import BadMessage, number
-from headway.remote.limits import WINDOW
-from headway.remote.values import value_json
+from headway.remote.protocol.codec import BadMessage, number
+from headway.remote.protocol.limits import WINDOW
+from headway.remote.protocol.values import value_json
 from headway.server.sessions.callables import ClientConstraint
 from headway.server.sessions.passes import ServedPass
 
@@ -45,7 +45,7 @@ class ServedGeneration:
         self.hooked: ServedPass | None = None  # the pass that the client's hook has added to, in this step
         self.task: asyncio.Task[None] | None = None
         self._upto = self._sent = self._epoch = 0
-        self._base: list[int] | None = []  # tokens generated before the steps below; None: look
+        self._base: list[int] = []  # tokens generated before the steps below
         self._steps: deque[Step[Any]] = deque()  # sent, and perhaps not taken
         self._carry, self._lost, self._tail = "", 0, ""  # text taken back: see `_shown`
 
@@ -67,13 +67,12 @@ class ServedGeneration:
         """Steps up to this number are the program's."""
         while self._steps and self._sent - len(self._steps) < taken:
             step = self._steps.popleft()
-            if self._base is not None:
-                self._base += step.tokens
+            self._base += step.tokens
             self._tail = (self._tail[: len(self._tail) - step.retracted] + step.text)[-TAIL:]
 
     async def pump(self) -> None:
         """Take steps and send them, as far as the client allows."""
-        if self._base is None:
+        if not self._steps:  # the program has taken all, and may have cut the context since
             self._base = list(self.generation.generated)
         while self._sent < self._upto and self.generation.finish is None:
             self.hooked = None
@@ -112,7 +111,7 @@ class ServedGeneration:
         if back and self._steps and isinstance(self.generation, Generation):
             self._rewind(self.generation)
         self._steps.clear()
-        self._sent, self._base = taken, None
+        self._sent = taken
 
     async def stop(self) -> None:
         """End the task that takes steps; one in flight is undone."""
@@ -124,7 +123,6 @@ class ServedGeneration:
 
     def _rewind(self, generation: Generation[Any]) -> None:
         """Back to the tokens that the program has, the last of them pending, as after any step."""
-        assert self._base is not None
         wanted = self._base
         self._carry, self._lost = "".join(step.text for step in self._steps), 0
         with suppress(Closed, ContextBusy):  # the context is gone, or the program's own pass is in flight
@@ -195,11 +193,11 @@ class ServedGeneration:
         constraint = self.constraint
         if constraint is not None and isinstance(twin, Generation):
             own = twin._transcript.constraint
-            found = own.other if isinstance(own, NoRepeat) else own
-            assert isinstance(found, ClientConstraint)
-            constraint = found
+            copied = own.other if isinstance(own, NoRepeat) else own
+            assert isinstance(copied, ClientConstraint)
+            constraint = copied
         served = ServedGeneration(twin, constraint, send)
-        served._base, served._tail = None, self._tail
+        served._tail = self._tail
         served._carry, served._lost = self._carry, self._lost
         return served
 
@@ -218,21 +216,23 @@ class ServedGeneration:
         """Run to the end: its tokens, or its text."""
         if what not in ("tokens", "text"):
             raise BadMessage(f"{what!r:.40} cannot be collected")
+        if what == "text" and not self.context.engine.has_tokenizer:
+            await self.generation.text()  # raises, before anything is computed
         async for _ in self.generation:
             if self.hooked is not None:  # the client's hook may have read something
                 passed, self.hooked = self.hooked.result(), None
                 self._send({"type": "tell", "object": 0, "method": "passed", "args": [passed]})
-        found = await (self.generation.text() if what == "text" else self.generation.tokens())
+        collected = await (self.generation.text() if what == "text" else self.generation.tokens())
         state = self.state()
         if self.constraint is not None:
             self.constraint.finish()
-        return {what: found, **state}
+        return {what: collected, **state}
 
     async def sequences(self) -> dict[str, Any]:
         """Run to the end: every sequence."""
         if not isinstance(self.generation, Generations):
             raise InvalidInput("this generation has one sequence; collect its tokens or its text")
-        found = [
+        sequences = [
             {
                 "tokens": list(one.tokens),
                 "text": one.text,
@@ -243,7 +243,9 @@ class ServedGeneration:
             }
             for one in await self.generation.sequences()
         ]
-        return {"sequences": found, **self.state()}
+        if self.constraint is not None:
+            self.constraint.finish()
+        return {"sequences": sequences, **self.state()}
 
 
 class PreparedStep(ServedPass):

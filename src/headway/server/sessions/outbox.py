@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from headway.remote.codec import encode
-from headway.remote.limits import ACK_EVERY
+from headway.remote.protocol.codec import encode
+from headway.remote.protocol.limits import ACK_EVERY
 
 
 class SessionClosed(Exception):

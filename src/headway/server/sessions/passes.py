@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from headway.base.brle import Brle
 from headway.base.errors import InvalidInput
-from headway.base.probes import Probe
-from headway.program.forward import Execution, Forward
+from headway.base.specs.brle import Brle
+from headway.base.specs.probes import Probe
+from headway.program.execution import Execution
+from headway.program.forward import Forward
 from headway.program.generation.steps import read_probe
 from headway.program.output import Output, ProbeHandle, SampleHandle
-from headway.remote.codec import BadMessage
-from headway.remote.values import mask_of, pass_stats_json, probe_of, sampler_of, value_json
+from headway.remote.protocol.codec import BadMessage
+from headway.remote.protocol.values import mask_of, pass_stats_json, probe_of, sampler_of, value_json
 
 if TYPE_CHECKING:
     from headway.models.adapters.adapter import Adapter

@@ -10,15 +10,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.base.errors import InvalidInput
-from headway.remote.codec import VERSION, BadMessage, encode
+from headway.remote.protocol.codec import VERSION, BadMessage, encode
 from headway.server import logs
 from headway.server.errors import ApiError
 from headway.server.keys import ANYONE, Tenant
 from headway.server.sessions.outbox import SessionClosed
-from headway.server.sessions.session import Session
+from headway.server.sessions.session import SHOWN_ID, Session
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
+    from headway.server.programs.run import Run
     from headway.server.serving import Serving
 
 REASON_BYTES = 123  # of a WebSocket's close frame
@@ -36,37 +37,59 @@ class Link(Protocol):
     async def close(self, reason: str, message: str) -> None: ...
 
 
+class ClientConnection:
+    """A link of a session, until the client comes back on another one."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.replaced, self.unused = asyncio.Event(), asyncio.Event()  # the session reads nothing of it any more
+
+
 class Sessions:
     """All sessions of one server. Used on the event loop, except for snapshots, which are counted in any thread."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._sessions: dict[str, Session] = {}
-        self._links: dict[Session, Link] = {}
+        self._connections: dict[Session, ClientConnection] = {}
         self._timers: dict[Session, asyncio.TimerHandle] = {}
         self._snapshots: dict[str, set[str]] = {}
 
-    async def serve(self, link: Link, tenant: Tenant | None) -> None:
-        """Talk to a client until its connection ends; `tenant` is that of the connection's own key, if it had one."""
-        session = None
+    async def serve(self, link: Link, tenant: Tenant | None, program: Run | None = None) -> SessionClosed | None:
+        """Talk to a client until its connection ends; why the session was closed, if it was.
+
+        `tenant` is that of the connection's own key, if it had one. The session of a program that runs here ends with
+        the connection.
+        """
+        session, connection = None, ClientConnection(link)
         try:
             try:
-                async with asyncio.timeout(self._serving.settings.header_timeout):
+                limit = self._serving.settings.header_timeout
+                async with asyncio.timeout(limit if program is None else None):  # a program has limits of its own
                     hello, _ = await link.receive()
             except TimeoutError:
                 raise SessionClosed("hello", "no hello came in time") from None
-            session = self._admit(hello, tenant)
-            await self._replace(session, link)
-            await self._talk(session, link, _received(hello))
+            session = await self._admit(hello, tenant, program)
+            await self._replace(session, connection)
+            await self._talk(session, connection, _received(hello))
         except SessionClosed as closed:
             await self._close(session, link, closed)
+            return closed
         except BadMessage as error:
-            await self._close(session, link, SessionClosed("malformed", str(error)))
+            closed = SessionClosed("malformed", str(error))
+            await self._close(session, link, closed)
+            return closed
         except ConnectionError:
             pass
         finally:
-            if session is not None and self._links.get(session) is link:
-                self._lost(session)
+            connection.unused.set()
+            if session is not None and self._connections.get(session) is connection:
+                await self._lost(session)
+        return None if session is None else session.closed
+
+    async def refuse(self, link: Link, message: str) -> None:
+        """Close a connection without a session: there are too many."""
+        await self._close(None, link, SessionClosed("busy", message))
 
     async def _close(self, session: Session | None, link: Link, closed: SessionClosed) -> None:
         """Close a connection with a reason; what its client did wrong ends its session, and nothing else."""
@@ -81,41 +104,57 @@ class Sessions:
 
     # -- who may -----------------------------------------------------------------------------------------------------
 
-    def _admit(self, hello: dict[str, Any], tenant: Tenant | None) -> Session:
+    async def _admit(self, hello: dict[str, Any], tenant: Tenant | None, program: Run | None) -> Session:
         if hello.get("type") != "hello":
             raise SessionClosed("hello", f"the first message must be hello, not {hello.get('type')!r:.40}")
         if hello.get("version") != VERSION:
             raise SessionClosed(
                 "version", f"this server speaks version {VERSION} of the protocol, not {hello.get('version')!r:.40}"
             )
-        tenant = self._tenant(hello.get("key"), tenant)
-        if (resume := hello.get("resume")) is not None:
-            return self._resumed(resume, tenant)
-        settings = self._serving.settings
-        if len(self._sessions) >= settings.max_sessions:
-            raise SessionClosed("busy", f"this server has {len(self._sessions)} sessions; try again later")
+        if program is None or tenant is None:
+            tenant = self._tenant(hello.get("key"), tenant)
+            if (resume := hello.get("resume")) is not None:
+                return self._resumed(resume, tenant)
+        elif hello.get("resume") is not None:
+            raise SessionClosed("malformed", "the session of a program ends with its connection; leave resume out")
+        self._check_count()
+        model = hello.get("model")
+        if not isinstance(model, str | None):
+            raise SessionClosed("malformed", "model must be the name of a model")
         try:
             self._serving.check_rate(tenant)
-            self._serving.engine  # noqa: B018  # raises while it loads
+            lease = await self._serving.models.lease(model, tenant, is_session=True)
         except ApiError as error:
-            raise SessionClosed("busy", error.message) from None
-        if self._serving.draining:
-            raise SessionClosed("draining", "the server is shutting down")
-        session = Session(self._serving, tenant, self._ended)
+            raise SessionClosed("model" if error.status in (400, 404) else "busy", error.message) from None
+        try:
+            self._check_count()  # others may have come while the model loaded
+            if self._serving.draining:
+                raise SessionClosed("draining", "the server is shutting down")
+            if lease.adapter is not None:
+                base = lease.model.name
+                raise SessionClosed("model", f"{lease.name!r} is an adapter; connect to {base!r} and pass adapter=")
+        except BaseException:
+            lease.release()
+            raise
+        session = Session(self._serving, tenant, lease, self._ended, program)
         self._sessions[session.id] = session
         logs.info("session opened", **_named(session))
         return session
+
+    def _check_count(self) -> None:
+        if len(self._sessions) >= self._serving.settings.max_sessions:
+            raise SessionClosed("busy", f"this server has {len(self._sessions)} sessions; try again later")
 
     def _tenant(self, key: Any, tenant: Tenant | None) -> Tenant:
         """The tenant of the connection's header, or of the key in the first message."""
         keys = self._serving.keys
         if keys is None:
             return ANYONE
-        found = tenant if key is None else keys.find(key) if isinstance(key, str) else None
-        if found is None:
+        owner = tenant if key is None else keys.find(key) if isinstance(key, str) else None
+        if owner is None:
             text = "this API key is not valid" if key is not None else "this server requires an API key"
             raise SessionClosed("key", text)
-        return found
+        return owner
 
     def _resumed(self, given: Any, tenant: Tenant) -> Session:
         match given:
@@ -130,32 +169,38 @@ class Sessions:
 
     # -- one connection ----------------------------------------------------------------------------------------------
 
-    async def _replace(self, session: Session, link: Link) -> None:
-        """Use this connection; one that the client has given up is closed."""
-        before, self._links[session] = self._links.get(session), link
+    async def _replace(self, session: Session, connection: ClientConnection) -> None:
+        """Use this connection. One that the client has given up is read no more, and then closed."""
+        before, self._connections[session] = self._connections.get(session), connection
         if (timer := self._timers.pop(session, None)) is not None:
             timer.cancel()
         if before is not None:
-            await self._close(None, before, SessionClosed("replaced", "the client came back on another connection"))
+            before.replaced.set()
+            await before.unused.wait()
 
-    async def _talk(self, session: Session, link: Link, received: int) -> None:
+    async def _talk(self, session: Session, connection: ClientConnection, received: int) -> None:
+        link = connection.link
         session.outbox.acknowledge(received)
         await link.send(encode(self._welcome(session)))
         tasks = [
             asyncio.create_task(self._read(session, link)),
             asyncio.create_task(_write(session, link, received)),
             asyncio.create_task(session.ended.wait()),
+            asyncio.create_task(connection.replaced.wait()),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if session.closed is not None:
                 raise session.closed
+            if connection.replaced.is_set():
+                raise SessionClosed("replaced", "the client came back on another connection")
             for task in done:
                 task.result()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            connection.unused.set()
 
     async def _read(self, session: Session, link: Link) -> None:
         while True:
@@ -176,13 +221,15 @@ class Sessions:
             "received": session.outbox.received,
             "grace": settings.session_grace,
             "max_message_bytes": settings.max_body_bytes,
-            "engine": describe(session.engine, self._serving.model_name),
+            "engine": describe(session.engine, session.lease.name),
         }
 
-    def _lost(self, session: Session) -> None:
-        """A connection is gone: its client may come back within the grace time."""
-        del self._links[session]
-        if session.closed is None:
+    async def _lost(self, session: Session) -> None:
+        """A connection is gone: its client may come back within the grace time; a program is over."""
+        del self._connections[session]
+        if session.program is not None:
+            await session.finish()
+        elif session.closed is None:
             closed = SessionClosed("lost", "the connection was lost and the client did not come back")
             loop = asyncio.get_running_loop()
             self._timers[session] = loop.call_later(self._serving.settings.session_grace, session.end, closed)
@@ -230,7 +277,7 @@ def _received(hello: dict[str, Any]) -> int:
 
 
 def _named(session: Session | None) -> dict[str, str]:
-    return {} if session is None else {"tenant": session.tenant.name, "session": session.id[:6]}
+    return {} if session is None else {"tenant": session.tenant.name, "session": session.id[:SHOWN_ID]}
 
 
 def describe(engine: Engine, name: str) -> dict[str, Any]:
@@ -240,8 +287,9 @@ def describe(engine: Engine, name: str) -> dict[str, Any]:
     tokenizer = engine.tokenizer if engine.has_tokenizer else None
     return {
         "name": name,
-        "config": {size: getattr(config, size) for size in sizes},
+        "config": {**{size: getattr(config, size) for size in sizes}, "attention_layers": [*config.attention_layers]},
         "info": {**asdict(engine.info), "name": name, "path": None},
+        "capabilities": asdict(engine.capabilities),
         "page_size": engine.page_size,
         "pages": engine.pages,
         "deterministic": engine.deterministic,

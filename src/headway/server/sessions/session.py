@@ -11,39 +11,47 @@ import asyncio
 import inspect
 import itertools
 import secrets
+import weakref
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import Closed, HeadwayError, InvalidInput, Unsupported
+from headway.program.chat.reply import ChatReply
 from headway.program.context import Context
-from headway.remote.codec import BadMessage
-from headway.remote.limits import KEPT_PASSES
-from headway.remote.values import error_json, error_of
+from headway.remote.protocol.codec import BadMessage
+from headway.remote.protocol.limits import KEPT_PASSES
+from headway.remote.protocol.values import error_json, error_of
 from headway.server import logs
+from headway.server.adapters import ServedAdapter
 from headway.server.errors import FAILED, ApiError
 from headway.server.keys import Tenant
-from headway.server.sessions import generation_verbs  # noqa: F401  # its verbs
+from headway.server.sessions import chats, generation_verbs, program_verbs  # noqa: F401  # their verbs
 from headway.server.sessions.generations import PreparedStep, ServedGeneration
 from headway.server.sessions.outbox import Outbox, SessionClosed
 from headway.server.sessions.passes import ServedPass
 from headway.server.sessions.verbs import VERBS, WAITING
+from headway.server.settings import owned_by
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
+    from headway.server.models import ModelLease
+    from headway.server.programs.run import Run
     from headway.server.serving import Serving
 
 RUNNING: ContextVar[int | None] = ContextVar("generation", default=None)  # whose work this task does
 LARGE = 64 << 10  # bytes of a message from which on it is read in a thread
+NUMBERS = {"context", "fork", "other", "generation", "chat", "number", "prepared", "request"}  # they name things
+SHOWN_ID = 6  # letters of a session's id that logs and traces have: who knows all of it can resume it
 INBOX = 64  # messages that wait; then the connection is not read
 
 
 class ClientError(HeadwayError):
     """What a callable of the client raised; the client has the exception itself."""
 
-    def __init__(self, call: int, message: str) -> None:
+    def __init__(self, message: str, call: int = 0) -> None:
         super().__init__(message)
         self.call = call
 
@@ -51,29 +59,49 @@ class ClientError(HeadwayError):
 class Session:
     """One client of this server."""
 
-    def __init__(self, serving: Serving, tenant: Tenant, on_end: Callable[[Session], None]) -> None:
-        self.id = secrets.token_urlsafe(24)
+    def __init__(
+        self,
+        serving: Serving,
+        tenant: Tenant,
+        lease: ModelLease,
+        on_end: Callable[[Session], None],
+        program: Run | None = None,
+    ) -> None:
+        self.id = owned_by(serving.settings.replica, secrets.token_urlsafe(24))
         self.serving, self.tenant, self._on_end = serving, tenant, on_end
+        self.lease = lease  # held until everything of the session is released
+        self.program = program  # which runs beside the engine, and ends with its only connection
         self.outbox = Outbox(serving.settings.max_session_bytes)
-        self.inbox: asyncio.Queue[tuple[dict[str, Any], int]] = asyncio.Queue(INBOX)
+        self.inbox: asyncio.Queue[tuple[dict[str, Any], int]] = asyncio.Queue()
+        self._has_room = asyncio.Event()  # whether fewer than INBOX messages wait
+        self._has_room.set()
         self.contexts: dict[int, Context | HeadwayError] = {}
         self.passes: dict[Context, OrderedDict[int, ServedPass]] = {}  # the latest of each context
         self.generations: dict[int, ServedGeneration] = {}
         self.prepared: dict[int, PreparedStep] = {}
+        self.chats: dict[int, ChatReply] = {}
         self.requests: dict[int, asyncio.Task[None]] = {}  # those that take time
         self.closed: SessionClosed | None = None
         self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._objects = itertools.count(-1, -1)  # objects that this side names: copies
         self._tasks: set[asyncio.Task[Any]] = set()
         self.caller = ClientCaller(self)
         self._is_awaiting = False  # a verb that may wait for the client
+        traces = serving.traces
+        self._trace = None if traces is None else traces.session(lease.name, self.id[:SHOWN_ID])
         self._worker = asyncio.create_task(self._work())
 
     @property
     def engine(self) -> Engine:
-        return self.serving.engine
+        return self.lease.engine
+
+    @property
+    def adapters(self) -> Mapping[str, ServedAdapter]:
+        """The adapters of its model."""
+        return self.lease.model.adapters.names
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -85,28 +113,37 @@ class Session:
             self.end(closed)
 
     async def receive(self, message: dict[str, Any], size: int) -> None:
-        """A message of the client, numbered; waits while many are not handled yet."""
+        """Take a message of the client, numbered; waits while many are not handled yet.
+
+        A message that is counted is in the inbox: what waits here may be cancelled when its connection is lost.
+        """
         self.outbox.receive(message)
         match message:
             case {"type": "return", "id": int(call)} if self._is_awaiting:  # perhaps this
                 self._returned(call, message)
             case {"type": "return", "id": int()}:  # after the requests that the callable has sent before it
-                await self.inbox.put((message, size))
+                self.inbox.put_nowait((message, size))
             case {"type": "bye"}:
                 self.end(SessionClosed("bye", "the client has ended the session"))
             case {"type": "request", "id": int(), "verb": str(), "args": dict()}:
-                await self.inbox.put((message, size))
+                self.inbox.put_nowait((message, size))
             case _:
                 raise SessionClosed("malformed", f"a message of type {message.get('type')!r:.40} is not known")
+        if self.inbox.qsize() >= INBOX:
+            self._has_room.clear()
+            await self._has_room.wait()
 
     async def _work(self) -> None:
         """Handle requests in their order."""
         while self.closed is None:
             message, size = await self.inbox.get()
+            self._has_room.set()
             try:
                 await self._handle(message, size)
             except (SessionClosed, BadMessage) as error:
                 self.end(error if isinstance(error, SessionClosed) else SessionClosed("malformed", str(error)))
+            finally:
+                self.inbox.task_done()
 
     async def _handle(self, message: dict[str, Any], size: int) -> None:
         if message["type"] == "return":
@@ -119,8 +156,13 @@ class Session:
             bound = inspect.signature(verb).bind(self, **args)
         except TypeError as error:
             raise SessionClosed("malformed", f"{name}: {error}"[:200]) from None
+        for argument in NUMBERS & args.keys():
+            if type(args[argument]) is not int:
+                raise SessionClosed("malformed", f"{name}: {argument} is {args[argument]!r:.80}, not a number")
+        if self._trace is not None:
+            self._trace.asked(name)
         quiet = message.get("quiet") is True
-        RUNNING.set(args.get("generation"))
+        RUNNING.set(args.get("generation", args.get("chat")))
         try:
             if inspect.iscoroutinefunction(verb):
                 self._is_awaiting = True
@@ -137,21 +179,29 @@ class Session:
         except Exception as error:
             return None if quiet else self.reply(id, error=error)
         if inspect.isawaitable(value):
-            task = self.requests[id] = self.start(self._replied(id, value))
-            task.add_done_callback(lambda _: self.requests.pop(id, None))
-            return None
+            return self._reply_later(id, value, quiet)
         return None if quiet else self.reply(id, value)
 
-    async def _replied(self, id: int, value: Awaitable[Any]) -> None:
-        """Reply with what is there later."""
-        try:
-            found = await value
-        except asyncio.CancelledError:
-            self.reply(id, error=Closed("this was cancelled"), cancelled=True)
-            raise
-        except Exception as error:
-            return self.reply(id, error=error)
-        self.reply(id, found)
+    def _reply_later(self, id: int, value: Awaitable[Any], quiet: bool) -> None:
+        """Reply with what is there later, also to a request that is cancelled before its work has begun."""
+
+        async def replied() -> None:
+            try:
+                result = await value
+            except Exception as error:
+                return None if quiet else self.reply(id, error=error)
+            return None if quiet else self.reply(id, result)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self.requests.pop(id, None)
+            if task.cancelled():
+                if inspect.iscoroutine(value):
+                    value.close()
+                if not quiet:
+                    self.reply(id, error=Closed("this was cancelled"), cancelled=True)
+
+        task = self.requests[id] = self.start(replied())
+        task.add_done_callback(done)
 
     def reply(self, id: int, value: Any = None, *, error: BaseException | None = None, cancelled: bool = False) -> None:
         """The reply to a request."""
@@ -225,30 +275,36 @@ class Session:
     def new_object(self) -> int:
         return next(self._objects)
 
+    def drop_object(self, of: int) -> None:
+        """Have the client drop a copy that nobody here has any more; called by finalizers, anywhere."""
+        if self.closed is None:
+            message = {"type": "tell", "generation": None, "object": of, "method": "drop", "args": []}
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self.send, message)
+
     def _returned(self, call: int, message: dict[str, Any]) -> None:
         future = self._calls.get(call)
         if future is None or future.done():
             return  # it was cancelled meanwhile
         if "error" in message:
             text = str(error_of(message["error"]))
-            future.set_exception(ClientError(call, text))
+            future.set_exception(ClientError(text, call))
         else:
             future.set_result(message.get("value"))
 
     # -- what it holds ---------------------------------------------------------------------------------------------
 
     def context(self, number: Any) -> Context:
-        """A context of this session, for a verb: the client has the results of the passes before it."""
-        found = self.contexts.get(number) if isinstance(number, int) else None
-        if isinstance(found, HeadwayError):
-            raise found
-        if found is None:
+        """A context of this session."""
+        context = self.contexts.get(number) if isinstance(number, int) else None
+        if isinstance(context, HeadwayError):
+            raise context
+        if context is None:
             raise Closed(f"this session has no context {number!r:.40}; it was released")
-        self.settle_passes(found)
-        return found
+        return context
 
     def settle_passes(self, context: Context) -> None:
-        """The client goes on with a context: it has the results of its passes."""
+        """More is computed over a context: its passes can no longer be undone."""
         for served in self.passes.get(context, {}).values():
             served.settle()
 
@@ -287,10 +343,10 @@ class Session:
         return next((kept[number] for kept in self.passes.values() if number in kept), None)
 
     def generation(self, number: Any) -> ServedGeneration:
-        found = self.generations.get(number) if isinstance(number, int) else None
-        if found is None:
+        generation = self.generations.get(number) if isinstance(number, int) else None
+        if generation is None:
             raise Closed(f"this session has no generation {number!r:.40}")
-        return found
+        return generation
 
     def check_bid(self, bid: Any) -> None:
         """Raise if the key may not bid that much."""
@@ -304,6 +360,8 @@ class Session:
         """End it: everything it holds is released, and a connection that is open is closed with the reason."""
         if self.closed is None:
             self.closed = closed
+            if self._trace is not None:
+                self._trace.end(closed.reason)
             self._on_end(self)
             self.ended.set()
             self._ending = asyncio.get_running_loop().create_task(self._release())  # kept: a task may be collected
@@ -320,11 +378,26 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
         self.generations.clear()
         self.prepared.clear()
+        self.chats.clear()
         self.passes.clear()
         for context in self.contexts.values():
             if isinstance(context, Context):
                 context.release()
         self.contexts.clear()
+        self.lease.release()
+
+    async def finish(self) -> None:
+        """A program has ended: handle what it sent before, then release everything."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.serving.settings.write_timeout):
+                handled, ended = asyncio.create_task(self.inbox.join()), asyncio.create_task(self.ended.wait())
+                try:
+                    await asyncio.wait({handled, ended}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    handled.cancel()
+                    ended.cancel()
+        self.end(SessionClosed("bye", "the program has ended"))
+        await self.released()
 
     async def released(self) -> None:
         """Wait until everything is released."""
@@ -344,5 +417,18 @@ class ClientCaller:
         message = {"generation": RUNNING.get(), "object": of, "method": method, "args": list(args)}
         self._session.send({"type": "tell", **message})
 
+    def named(self, of: int, proxy: Any) -> Any:
+        weakref.finalize(proxy, self._session.drop_object, of)
+        return proxy
+
     def new_object(self) -> int:
         return self._session.new_object()
+
+    @contextmanager
+    def lent(self, context: Context) -> Iterator[int]:
+        number = self._session.new_object()
+        self._session.contexts[number] = context
+        try:
+            yield number
+        finally:
+            self._session.contexts.pop(number, None)

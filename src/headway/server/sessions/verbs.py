@@ -12,10 +12,15 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from headway.base.checks import check_snapshot_name, check_text
 from headway.base.errors import Closed, HeadwayError, InvalidInput, SnapshotError
+from headway.program.adapters import mix_of
 from headway.program.context import Context
-from headway.remote.codec import BadMessage
-from headway.remote.values import mask_of
+from headway.program.forward import Execution
+from headway.remote.protocol.codec import BadMessage
+from headway.remote.protocol.values import mask_of
 from headway.server.sessions.generations import PreparedStep
 from headway.server.sessions.passes import ServedPass, adapter_argument
 
@@ -24,9 +29,10 @@ if TYPE_CHECKING:
 
 VERBS: dict[str, Callable[..., Any]] = {}
 WAITING = {  # may wait for pages or the disk, so they run in a thread
-    "engine.open", "engine.take", "engine.encode", "engine.decode", "context.fill", "context.say", "context.save",
-    "pages.discard", "pages.keep", "pages.append",
+    "engine.open", "engine.take", "engine.encode", "engine.decode", "engine.vocabulary", "context.fill", "context.say",
+    "context.save", "pages.discard", "pages.keep", "pages.append", "chat.new",
 }  # fmt: skip
+LISTED = 4096  # ids that are written as a list
 
 
 def verb(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +49,7 @@ async def session_cancel(session: Session, request: int) -> None:
     """The client no longer waits for a request: undo what is not done."""
     task = session.requests.get(request)
     if task is not None:
+        await asyncio.sleep(0)  # so that its work has begun, and can be undone
         task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
@@ -57,8 +64,10 @@ def engine_stats(session: Session) -> dict[str, Any]:
 
 
 @verb
-def engine_encode(session: Session, text: str, special: bool) -> list[int]:
-    return session.engine.tokenizer.encode(text, special=special)
+def engine_encode(session: Session, text: str, special: bool) -> list[int] | np.ndarray:
+    """Ids; many of them as an array, which takes no time to write."""
+    ids = session.engine.tokenizer.encode(text, special=special)
+    return ids if len(ids) <= LISTED else np.asarray(ids, np.int32)
 
 
 @verb
@@ -73,8 +82,13 @@ def engine_token(session: Session, id: int) -> list[Any]:
 
 
 @verb
+def engine_vocabulary(session: Session) -> list[str | None]:
+    return session.engine.tokenizer.vocabulary()
+
+
+@verb
 def engine_adapters(session: Session) -> dict[str, float]:
-    return {name: served.scale for name, served in session.serving.adapters.names.items()}
+    return {name: served.scale for name, served in session.adapters.items()}
 
 
 @verb
@@ -89,8 +103,9 @@ def engine_take(session: Session, name: str, context: int) -> bool:
 
 @verb
 def engine_delete(session: Session, name: str) -> bool:
+    own = _own_name(session, name)
     session.serving.sessions.forget_snapshot(session.tenant, name)
-    return session.engine.delete(_own_name(session, name))
+    return session.engine.delete(own)
 
 
 def _opened(session: Session, number: Any, open: Callable[[str], Context | None], name: Any) -> bool:
@@ -106,11 +121,9 @@ def _opened(session: Session, number: Any, open: Callable[[str], Context | None]
 
 def _own_name(session: Session, name: Any) -> str:
     """The name under which the engine has a client's snapshot: names belong to the key."""
-    if not isinstance(name, str) or not session.tenant.salt:
+    check_snapshot_name(name)
+    if not session.tenant.salt:
         return name
-    from headway.program.snapshots import check_name
-
-    check_name(name)
     return hashlib.sha256(f"{session.tenant.salt} {name}".encode()).hexdigest()
 
 
@@ -132,10 +145,9 @@ def context_new(
     try:
         session.check_new(context)
         session.check_bid(priority)
-        if not isinstance(salt, str):
-            raise InvalidInput(f"salt is {salt!r:.80}; it must be a string")
+        check_text(salt, "salt")
         own = session.tenant.salt
-        made = session.engine.context(
+        created = session.engine.context(
             seed=seed,
             priority=priority,
             salt=f"{own} {salt}" if own else salt,
@@ -145,7 +157,7 @@ def context_new(
     except HeadwayError as error:
         session.contexts[context] = error  # for what follows: the client does not wait for this reply
         raise
-    session.contexts[context] = made
+    session.contexts[context] = created
 
 
 @verb
@@ -185,6 +197,7 @@ def context_state(session: Session, context: int) -> dict[str, Any]:
         "next_position": own.next_position,
         "cached_tokens": own.cached_tokens,
         "seed": own.seed,
+        "text_start": own.text_start,
     }
 
 
@@ -200,8 +213,8 @@ def context_messages(session: Session, context: int) -> list[dict[str, Any]]:
 
 @verb
 def context_repr(session: Session, context: int) -> str:
-    found = session.contexts.get(context)
-    return repr(found) if isinstance(found, Context) else "<Context: released>"
+    known = session.contexts.get(context)
+    return repr(known) if isinstance(known, Context) else "<Context: released>"
 
 
 @verb
@@ -234,18 +247,33 @@ def context_save(session: Session, context: int, name: str, durable: bool) -> No
 
 @verb
 def context_release(session: Session, context: int) -> None:
-    found = session.contexts.pop(context, None)
-    if isinstance(found, Context):
-        for served in session.passes.pop(found, {}).values():
+    released = session.contexts.pop(context, None)
+    if isinstance(released, Context):
+        for served in session.passes.pop(released, {}).values():
             served.settle()
-        found.release()
+        released.release()
 
 
 @verb
-def context_flush(session: Session, context: int, attention_mask: Any, adapter: Any) -> Awaitable[None]:
+def context_flush(
+    session: Session, context: int, number: int, attention_mask: Any, adapter: Any
+) -> Awaitable[None] | None:
     mask = None if attention_mask is None else mask_of(attention_mask)
     own = session.context(context)
-    return own.flush(mask, adapter_argument(session.serving.adapters.names, adapter))
+    mix = mix_of(session.engine, adapter_argument(session.adapters, adapter))
+    if not own.pending:
+        return own.flush(mask, mix)
+    session.settle_passes(own)
+    served = ServedPass(own, own._flush(mask, mix))
+    execution = served.execute()
+    session.keep_pass(number, served)
+
+    async def flushed() -> None:
+        with session.serving.queue_slot(session.tenant):
+            await _computed(execution)
+        served.result()
+
+    return flushed()
 
 
 # --- pages
@@ -310,13 +338,22 @@ def pass_execute(
 
     async def result() -> dict[str, Any]:
         with session.serving.queue_slot(session.tenant):
-            await execution.wait()
+            await _computed(execution)
         try:
             return served.result()
         except CancelledError:
             raise Closed("this pass was cancelled") from None
 
     return result()
+
+
+async def _computed(execution: Execution[Any]) -> None:
+    """Wait for a pass; a request that is cancelled meanwhile undoes it."""
+    try:
+        await execution.wait()
+    except asyncio.CancelledError:
+        execution.cancel()
+        raise
 
 
 @verb
@@ -329,22 +366,20 @@ def pass_cancel(session: Session, number: int) -> None:
 def _built(session: Session, context: Any, operations: Any, prepared: int | None) -> ServedPass:
     """A new pass, or one that a generation has prepared, with the client's operations."""
     if prepared is None:
-        own = session.contexts.get(context)
-        own = own if isinstance(own, Context) else session.context(context)
+        own = session.context(context)
         served: ServedPass = ServedPass(own, own.forward())
     else:
         served = taken_step(session, prepared)
     kept = session.passes.get(served.context, {})
-    served.build(operations, kept, session.serving.adapters.names)
-    for number, earlier in kept.items():
-        if not any(operation[:2] == ["feed", number] for operation in operations if isinstance(operation, list)):
-            earlier.settle()
+    served.build(operations, kept, session.adapters)
+    if not any(operation[0] == "feed" for operation in operations):  # a chain of passes is undone as one
+        session.settle_passes(served.context)
     return served
 
 
 def taken_step(session: Session, number: Any) -> PreparedStep:
     """A step that a generation has prepared, which can be taken once."""
-    found = session.prepared.pop(number, None)
-    if found is None:
+    prepared = session.prepared.pop(number, None)
+    if prepared is None:
         raise InvalidInput(f"no step is prepared under {number!r:.40}; it was taken, or its pass executed")
-    return found
+    return prepared

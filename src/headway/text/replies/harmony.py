@@ -51,8 +51,8 @@ class Harmony(StreamParser):
     def _outside(self) -> bool:
         if self._plain(self._TEXT, self._emit_content):
             return True
-        found = self._TEXT.match(self._text, self._at)
-        if found is not None and found[0] == "<|channel|>":
+        match = self._TEXT.match(self._text, self._at)
+        if match is not None and match[0] == "<|channel|>":
             return self._enter(self._header)  # the channel belongs to the header
         match self._marker(self._TEXT):
             case None:
@@ -66,12 +66,12 @@ class Harmony(StreamParser):
             return self._fail(f"the header of the message is longer than {MAX_HEADER} characters")
         if self._plain(self._HEADER, self._keep):
             return True
-        found = self._HEADER.match(self._text, self._at)
-        if found is None and not self._last:
+        match = self._HEADER.match(self._text, self._at)
+        if match is None and not self._last:
             return False
-        if found is None or found[0] != "<|message|>":
+        if match is None or match[0] != "<|message|>":
             return self._fail(
-                "the text ends inside the header of a message" if found is None else "a header ends early"
+                "the text ends inside the header of a message" if match is None else "a header ends early"
             )
         return self._body("".join(self._kept))
 
@@ -108,10 +108,10 @@ class Harmony(StreamParser):
 
     def _end_message(self) -> bool:
         """Consume an end marker; the start of another message ends this one too."""
-        found = self._TEXT.match(self._text, self._at)
-        if found is not None and found[0] in _ENDS:
+        match = self._TEXT.match(self._text, self._at)
+        if match is not None and match[0] in _ENDS:
             self._marker(self._TEXT)
-        return found is not None and self._enter(self._outside)
+        return match is not None and self._enter(self._outside)
 
     def _in_code(self) -> bool:
         if self._plain(self._TEXT, self._add_code):

@@ -68,8 +68,8 @@ class Llama(StreamParser):
     def _content(self) -> bool:
         if self._plain(self._MARKS, self._emit_content):
             return True
-        found = self._marker(self._MARKS)
-        return found is not None and (found != "<|python_tag|>" or self._enter(self._tagged))
+        marker = self._marker(self._MARKS)
+        return marker is not None and (marker != "<|python_tag|>" or self._enter(self._tagged))
 
     def _tagged(self) -> bool:
         gap, method = self._end_of(_FIRST_GAP), self._end_of(_METHOD)
@@ -95,11 +95,11 @@ class Llama(StreamParser):
             return False
         if self._kept_chars == self.limits.call_chars:
             return self._emit_bad_call(f"the call is longer than {self.limits.call_chars:,} characters", self._content)
-        found = _METHOD_CALL.fullmatch("".join(self._kept).strip(SPACE))
-        pairs = [] if found is None else _KEYWORD.findall(found[2])
-        if found is None or len(dict(pairs)) < len(pairs):
+        match = _METHOD_CALL.fullmatch("".join(self._kept).strip(SPACE))
+        pairs = [] if match is None else _KEYWORD.findall(match[2])
+        if match is None or len(dict(pairs)) < len(pairs):
             return self._emit_bad_call('the call should be name.call(key="value", …), each key once', self._content)
-        return self._complete_method(found[1], dict(pairs))
+        return self._complete_method(match[1], dict(pairs))
 
     def _complete_method(self, name: str, arguments: dict[str, str]) -> bool:
         index = self._start(name)
@@ -116,8 +116,8 @@ class Llama(StreamParser):
         return self._last or self._MARKS.match(self._text, self._at) is not None
 
     def _end_of(self, pattern: re.Pattern[str]) -> int:
-        found = pattern.match(self._text, self._at)
-        return self._at if found is None else found.end()
+        match = pattern.match(self._text, self._at)
+        return self._at if match is None else match.end()
 
     def _after_malformed(self) -> bool:
         return self._enter(self._content)

@@ -61,15 +61,15 @@ class Mistral(StreamParser):
             return self._fail(f"the call has a name longer than {self.limits.name_chars} characters")
         if self._plain(self._HEAD, self._keep):
             return True
-        found = self._HEAD.match(self._text, self._at)
-        if found is None:
+        match = self._HEAD.match(self._text, self._at)
+        if match is None:
             return self._last and self._fail("the text ends inside the call")
-        if found[0] not in ("[ARGS]", "{"):
+        if match[0] not in ("[ARGS]", "{"):
             return self._fail("the call has no arguments; it must have an object, {} for none")
         name, _, id = "".join(self._kept).strip(SPACE).partition("[CALL_ID]")
         if why := wrong_name(name, self.limits) or (id and wrong_name(id, self.limits, "id")):
             return self._fail(why)
-        if found[0] == "[ARGS]":
+        if match[0] == "[ARGS]":
             self._keep(self._marker(self._HEAD) or "")
         self._open(self._in_call, name)
         self._call.id = id or None

@@ -7,8 +7,9 @@ Every `ToolCallStart` is followed by exactly one `ToolCallEnd` or `BadToolCall` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from headway.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

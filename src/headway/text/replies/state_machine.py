@@ -136,12 +136,12 @@ class StreamParser:
 
     def _marker(self, markers: Markers) -> str | None:
         """Consume the next marker and return it; None if there is none."""
-        found = markers.match(self._text, self._at)
-        if found is None:
+        match = markers.match(self._text, self._at)
+        if match is None:
             return None
-        self._newlines = markers.after[found[0]]
-        self._at = found[1]
-        return found[0]
+        self._newlines = markers.after[match[0]]
+        self._at = match[1]
+        return match[0]
 
     def _skip_space(self) -> None:
         start = self._at
@@ -245,10 +245,10 @@ class StreamParser:
     def _malformed(self) -> bool:
         if self._plain(self.resume_at, self._keep):
             return True
-        found = self.resume_at.match(self._text, self._at)
-        if found is None and not self._last:
+        match = self.resume_at.match(self._text, self._at)
+        if match is None and not self._last:
             return False
-        if found is not None and found[0] in self.closers:
+        if match is not None and match[0] in self.closers:
             self._marker(self.resume_at)
         return self._emit_bad_call(self._why, self._after_malformed)
 

@@ -8,13 +8,13 @@ template can still be used without one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, TemplateError, WrongType
 from headway.base.files import read_json
-from headway.base.gc_paused import gc_paused
+from headway.base.system.gc_paused import gc_paused
 
 if TYPE_CHECKING:
     import jinja2
@@ -204,9 +204,9 @@ def template_sources(folder: Path) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise BadModelFile(f"{file} is not UTF-8 text: {error}") from error
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found = read_json(folder / name).get("chat_template")
-        if found is not None:
-            return _named(found, f"chat_template in {folder / name}")
+        templates = read_json(folder / name).get("chat_template")
+        if templates is not None:
+            return _named(templates, f"chat_template in {folder / name}")
     return {}
 
 
@@ -222,10 +222,10 @@ def gguf_template_sources(metadata: Mapping[str, object]) -> dict[str, str]:
     return {name: str(source) for name, source in found.items()}
 
 
-def _named(found: object, where: str) -> dict[str, str]:
-    if isinstance(found, str):
-        return {"default": found}
-    pairs = found if isinstance(found, list) else [found]
+def _named(entries: object, where: str) -> dict[str, str]:
+    if isinstance(entries, str):
+        return {"default": entries}
+    pairs = entries if isinstance(entries, list) else [entries]
     named = {}
     for entry in pairs:
         match entry:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from headway.base.dataclass import dataclass
 from headway.text.replies.parts import Reply
 
 Message = Mapping[str, Any]

@@ -13,30 +13,31 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.base.adapters import AdapterMix, LoadedWeights
 from headway.base.checks import check_integer
-from headway.base.errors import InvalidInput, OutOfPages, OutOfRange, WrongType
-from headway.base.probes import Logits
+from headway.base.errors import InvalidInput, OutOfPages, OutOfRange, Unsupported, WrongType
 from headway.base.rng import uniform
-from headway.base.samplers import Sampling
+from headway.base.specs.adapters import AdapterMix, LoadedWeights
+from headway.base.specs.probes import Logits
+from headway.base.specs.samplers import Sampling
 from headway.base.text import short_repr
 from headway.kernels.host.sampling import RowSampler, processed_logprobs
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.low_rank import HEAD, Target
 from headway.program.adapters import AdapterArgument, mix_of
+from headway.program.checks.ids import common
 from headway.program.generation.draws import Drawing
 from headway.program.generation.speculation.drafter import MAX_DRAFT, Draft
-from headway.program.ids import common
 from headway.runtime.adapters import LoadedAdapter
 
 if TYPE_CHECKING:
     from headway.program.context import Context
     from headway.program.engine import Engine
-    from headway.program.forward import Execution
+    from headway.program.execution import Execution
     from headway.program.output import Output
 
 OWN_ORDINAL = 1 << 32  # of draws that are independent of those of the model that is drafted for
@@ -66,9 +67,12 @@ class ModelDrafter:
     def bind(self, context: Context, drawing: Drawing, *, rejects: bool) -> None:
         """Draw as this generation does; raises unless both models have the same tokens."""
         check_same_tokens(context.engine, self._model)
-        how = drawing.sampler
+        self.draw_as(drawing.sampler, context.engine.vocab_size, rejects=rejects)
+
+    def draw_as(self, how: Sampling, vocab: int, *, rejects: bool) -> None:
+        """Draw as a generation does, of a model with so many tokens; `rejects` where it verifies by rejection."""
         self._sampler = replace(how, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-        self._vocab, self._rejects = context.engine.vocab_size, rejects and how.temperature > 0
+        self._vocab, self._rejects = vocab, rejects and how.temperature > 0
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Follow the sequence. A prompt is computed from now on, concurrently with the other model."""
@@ -96,10 +100,10 @@ class ModelDrafter:
             return await self._draws(context, count)
         try:
             drafting = context.generate(self._sampler, max_tokens=count, stop_only=True, adapter=self._adapter)
-            found = await drafting.tokens()
+            tokens = await drafting.tokens()
         finally:
             self._drafted = list(context.tokens[self._known :])
-        return Draft(self._within(found))
+        return Draft(self._within(tokens))
 
     async def _draws(self, context: Context, count: int) -> Draft:
         """Draws that do not depend on the other model's, each with its distribution."""
@@ -168,7 +172,7 @@ class DraftModel(ModelDrafter):
         super().__init__(max_tokens, adaptive)
         if not hasattr(engine, "context"):
             raise WrongType(f"DraftModel was given {short_repr(engine)}; give it an Engine of the smaller model")
-        self._engine, self._adapter = engine, mix_of(engine, adapter)
+        self._engine, self._adapter = engine, engine._mix(adapter)
 
     def __repr__(self) -> str:
         return f"DraftModel({self._engine!r}, max_tokens={self._most})"
@@ -221,30 +225,35 @@ def first_layers(engine: Engine, count: int) -> Engine:
     config = engine.config
     if not 1 <= count < config.layers:
         raise OutOfRange(f"OwnLayers({count}): this model has {config.layers} layers; give 1 to {config.layers - 1}")
-    made, decoder = _first_layers.setdefault(engine, {}), engine._backend.decoder
-    source, found = made.get(count, (None, None))
-    if found is None or not found.alive or source() is not decoder:  # update_weights makes another decoder
-        found = type(engine)(
+    if engine._backend.ranks is not None:
+        raise Unsupported(
+            f"OwnLayers({count}) shares the weights of one process, and tensor_parallel is "
+            f"{engine._backend.tensor_parallel}; draft by hw.PromptLookup() or by a model of its own"
+        )
+    engines, decoder = _first_layers.setdefault(engine, {}), engine._backend.decoder
+    source, small = engines.get(count, (None, None))
+    if small is None or not small.alive or source() is not decoder:  # update_weights makes another decoder
+        small = type(engine)(
             decoder.first_layers(count),
             threads=engine.info.threads,
             page_size=engine.page_size,
             pages=min(engine.pages, OWN_PAGES),
             deterministic=engine.deterministic,
         )
-        made[count] = weakref.ref(decoder), found
-    return found
+        engines[count] = weakref.ref(decoder), small
+    return small
 
 
 def _first_part(loaded: LoadedWeights, count: int) -> Adapter | None:
     """The part of an adapter that changes a model's first layers or its head; None where there is none."""
     assert isinstance(loaded, LoadedAdapter)
-    made = _first_parts.setdefault(loaded, {})
-    if count not in made:
+    parts = _first_parts.setdefault(loaded, {})
+    if count not in parts:
         layers, head = loaded.bound.layers[:count], loaded.bound.head
         pairs = {Target(number, role): pair for number, layer in enumerate(layers) for role, pair in layer.items()}
         pairs |= {} if head is None else {HEAD: head}
-        made[count] = Adapter(pairs, name=loaded.name) if pairs else None
-    return made[count]
+        parts[count] = Adapter(pairs, name=loaded.name) if pairs else None
+    return parts[count]
 
 
 def check_same_tokens(engine: Engine, drafter: Engine) -> None:
@@ -260,8 +269,7 @@ def check_same_tokens(engine: Engine, drafter: Engine) -> None:
     alike = _same_tokens.setdefault(ours, weakref.WeakSet())
     if ours is theirs or theirs in alike:
         return
-    for id in range(max(ours.vocab_size, theirs.vocab_size)):
-        mine, other = ours.backend.id_to_token(id), theirs.backend.id_to_token(id)
+    for id, (mine, other) in enumerate(zip_longest(ours.vocabulary(), theirs.vocabulary())):
         if mine != other:
             raise InvalidInput(
                 f"token {id} is {short_repr(other)} for the draft model and {short_repr(mine)} for the model; "

@@ -6,15 +6,20 @@ A drafter can only cost time, never change a text: see `verify.py`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 
-import numpy as np
-
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported, WrongType
 from headway.base.text import short_repr
-from headway.program.ids import integers
+from headway.program.checks.ids import integers
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from headway.base.system.lazy_numpy import np
 
 VERIFY = ("match", "rejection")
 MAX_DRAFT = 64  # tokens of one draft at most
@@ -133,12 +138,15 @@ def failed(drafter: object, error: Exception) -> HeadwayError:
     """The error for a drafter that raised one."""
     name = type(drafter).__name__
     if isinstance(error, HeadwayError):
-        return type(error)(f"the drafter {name}: {error}")
+        named = copy(error)
+        named.args = (f"the drafter {name}: {error}",)
+        return named
     return InvalidInput(f"the drafter {name} raised {type(error).__name__}: {error}; the generation goes on without it")
 
 
-def checked_draft(drafter: object, drafted: Any, limit: int, vocab: int) -> Draft:
-    """What a drafter returned as a `Draft`, or an error that names the drafter and what is wrong."""
+def checked_draft(drafter: object, drafted: Any, limit: int, vocab: int, *, lines_only: bool = False) -> Draft:
+    """What a drafter returned as a `Draft`, or an error that names the drafter and what is wrong; with `lines_only` for
+    a tree too."""
     name = f"the drafter {type(drafter).__name__}"
     draft = drafted if isinstance(drafted, Draft) else Draft(())
     tokens = draft.tokens if isinstance(drafted, Draft) else drafted
@@ -152,7 +160,13 @@ def checked_draft(drafter: object, drafted: Any, limit: int, vocab: int) -> Draf
             raise InvalidInput(f"{name} returned token id {token}; ids are 0 to {vocab - 1}")
     parents = None if draft.parents is None else _parents(name, draft.parents, ids)
     chances = _probabilities(name, draft.probabilities, ids, vocab)
-    return replace(draft, tokens=tuple(ids), parents=parents, probabilities=chances)
+    draft = replace(draft, tokens=tuple(ids), parents=parents, probabilities=chances)
+    if lines_only and not draft.is_line:
+        raise Unsupported(
+            f"{name} proposed a tree, and a model with recurrent layers takes in one line of tokens; let it propose "
+            "lines"
+        )
+    return draft
 
 
 def _parents(name: str, given: Any, ids: list[int]) -> tuple[int, ...]:

@@ -7,11 +7,12 @@ a decode step adds            1 token, and takes a step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from headway.base.dataclass import dataclass
 from headway.runtime.step_costs import StepCosts
 
-MEMORY = 0.85  # weight of what was measured before, against one more round or guess
+MEMORY = 0.9  # weight of what was measured before, against one more round or guess
 PRIOR = 2.0  # drafts that a first guess at their chance counts as
 DOUBT = 0.6  # that chance, where the guess before was wrong
 GAIN = 1.04  # what a round must bring over decoding, so that noise does not decide

@@ -78,17 +78,17 @@ class PromptLookup:
             at = self._index.get(tuple(mine[len(mine) - n :])) if n <= len(mine) else None
             if at is not None:
                 matching = self._matching(at, n)
-                found = self._following(at, min(limit, self._most))
-                return Draft(found, kind=matching, chance=matching / (matching + 4))
+                following = self._following(at, min(limit, self._most))
+                return Draft(following, kind=matching, chance=matching / (matching + 4))
         return Draft(())
 
     def _following(self, at: int, count: int) -> tuple[int, ...]:
         """The tokens from `at` on; where they reach the end of the text, which they repeat, they go round."""
-        found = self._tokens[at : at + count]
+        tokens = self._tokens[at : at + count]
         period = len(self._tokens) - at
-        while len(found) < count:
-            found.append(found[len(found) - period])
-        return tuple(found)
+        while len(tokens) < count:
+            tokens.append(tokens[len(tokens) - period])
+        return tuple(tokens)
 
     def _matching(self, at: int, n: int) -> int:
         """How many tokens before `at` are those at the end, at most LONG; the last n are."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.base.errors import PassFailed
-from headway.base.probes import Logits
 from headway.base.rng import uniform
+from headway.base.specs.probes import Logits
 from headway.kernels.host.sampling import RowSampler, processed_logprobs
 from headway.program.generation.draws import Drawing
 from headway.program.output import ProbeHandle

@@ -15,14 +15,15 @@ its depth. The slots of the path that was kept then move to where decoding would
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
-from headway.base.masks import logit_mask
+from headway.base.specs.masks import logit_mask
 from headway.kv.moves import Compaction, keep_slots
 from headway.kv.table import PageTable
 from headway.models.quantized.cpu import QuantizedDecoder
@@ -32,11 +33,12 @@ from headway.program.generation.speculation.drafter import Draft
 from headway.program.generation.speculation.rejection import Rejection
 from headway.program.generation.steps import ProbeHandles, probed
 from headway.program.generation.transcript import Transcript
-from headway.program.output import Output, SampleHandle
+from headway.program.output import Output
 
 if TYPE_CHECKING:
     from headway.program.context import Context
-    from headway.program.forward import Execution, Forward
+    from headway.program.execution import Execution
+    from headway.program.forward import Forward
 
 
 @dataclass(eq=False)
@@ -49,7 +51,7 @@ class Site:
     chance: np.ndarray | None = None  # the distribution that the draft was drawn from [V]
     allowed: np.ndarray | None = None  # what the constraint allows after it [V]
     draws: bool = True  # otherwise something else than a draw decides what follows
-    token: SampleHandle | None = None
+    draw: int | None = None  # the readout that draws its token
     probe: ProbeHandles = None
 
 
@@ -142,15 +144,20 @@ class Round:
             forward.attention_mask(_tree_rows([site.above for site in self._sites[1:]], self._first))
         if drawing.attention is not None:
             forward.attention_mask(drawing.attention)
-        for i, site in enumerate(self._sites):
-            if not site.draws:
-                continue
-            row = i - len(self._sites)  # counted from the end: the first one is just before the drafts
+        rows = [(i - len(self._sites), site) for i, site in enumerate(self._sites) if site.draws]  # the first: -(n + 1)
+        alike = self._rejection is None and not any(site.allowed is not None for _, site in rows)
+        if alike and drawing.is_alike(len(generated)):
+            first = forward.sample([row for row, _ in rows], drawing.sampler).first
+            for draw, (_, site) in enumerate(rows, first):
+                site.draw = draw
+            return forward
+        for row, site in rows:
             how: dict[str, Any] = {"row": row, "drafts": site.path}
             after = [*generated, *site.path]
-            site.token, site.probe = drawing.read(forward, after, site.allowed, **how, tree=tree)
+            handle, site.probe = drawing.read(forward, after, site.allowed, **how, tree=tree)
+            site.draw = handle.first
             if self._rejection is not None and site.children:
-                self._rejection.read(forward, i, after, site.allowed, **how)
+                self._rejection.read(forward, row + len(self._sites), after, site.allowed, **how)
         return forward
 
     def execute(self) -> Execution[Output]:
@@ -165,9 +172,9 @@ class Round:
         """Keep the drafts that were drawn, and cut the others off. On the worker's thread, so it must not raise."""
         try:
             at = 0
-            while (handle := self._sites[at].token) is not None:
+            while (draw := self._sites[at].draw) is not None:
                 site = self._sites[at]
-                token = values[handle.first]
+                token = values[draw]
                 if self._rejection is not None and site.children:
                     drafts = [(draft, self._sites[child].chance) for draft, child in site.children.items()]
                     token = self._rejection.choose(values, at, len(site.path), drafts)

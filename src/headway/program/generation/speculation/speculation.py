@@ -13,7 +13,8 @@ from inspect import isawaitable, iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError, Unsupported
-from headway.base.probes import Ranking
+from headway.base.specs.probes import Ranking
+from headway.program.checks.ids import common
 from headway.program.generation.draws import Drawing
 from headway.program.generation.results import SpeculationStats
 from headway.program.generation.speculation.drafter import (
@@ -26,7 +27,6 @@ from headway.program.generation.speculation.drafter import (
 )
 from headway.program.generation.speculation.pace import Pace
 from headway.program.generation.speculation.rounds import Round
-from headway.program.ids import common
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -164,7 +164,7 @@ class Speculation:
             guess.close()  # type: ignore[attr-defined]
             self._computes = True
             return False
-        self._guess = checked_draft(self._drafter, guess, min(limit, MAX_DRAFT), self._context.engine.vocab_size)
+        self._guess = self._checked(guess, min(limit, MAX_DRAFT))
         step = self._context.engine._loop.step_costs.seconds(1)
         self._guess_every = 1 + int((time.perf_counter() - began) / (SHARE * step))
         # A round begins after the token in flight, so this guess must be right, and then those after it.
@@ -174,6 +174,11 @@ class Speculation:
     def waits(self) -> bool:
         """Whether the generation should not run ahead: a draft was right just now, or one is wanted."""
         return self._keen > 0 or self.wanted or not self._adaptive
+
+    def _checked(self, drafted: Any, limit: int) -> Draft:
+        engine = self._context.engine
+        lines_only = not engine.capabilities.tree_drafts
+        return checked_draft(self._drafter, drafted, limit, engine.vocab_size, lines_only=lines_only)
 
     def _ask(self, limit: int) -> Any:
         try:
@@ -203,7 +208,7 @@ class Speculation:
                 drafted = await drafted
             except Exception as error:
                 raise failed(self._drafter, error) from error
-        draft = checked_draft(self._drafter, drafted, limit, self._context.engine.vocab_size)
+        draft = self._checked(drafted, limit)
         if not self._computes and len(draft):
             draft = draft.cut(self._length(draft, len(draft), self._others))
         return draft, time.perf_counter() - began

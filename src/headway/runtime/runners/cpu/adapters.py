@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from headway.base.adapters import AdapterMix
 from headway.base.arrays import aligned
+from headway.base.specs.adapters import AdapterMix
 from headway.kernels.native import library
 from headway.kernels.native.library import AdapterLayerStruct, AdapterStruct, LowRankStruct, StepStruct
 from headway.models.adapters.bound import BoundAdapter, stored_pair

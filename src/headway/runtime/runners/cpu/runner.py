@@ -12,24 +12,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.base.arrays import empty
-from headway.base.device import AnyDevice
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
-from headway.base.samplers import NO_TOKEN, Sampling
+from headway.base.specs.samplers import NO_TOKEN, Sampling
+from headway.base.system.device import AnyDevice
 from headway.kernels.host import sampling
 from headway.kernels.host.attention import row_scores
-from headway.kernels.host.ordered import rms_norm
+from headway.kernels.host.ordered import layer_norm, rms_norm
 from headway.kernels.host.quantized import FLOATS
 from headway.kernels.host.sampling import RowSampler
 from headway.kernels.native import library
 from headway.kernels.native import sampling as drawing
 from headway.kernels.native.library import ThreadPool, check
-from headway.kernels.native.matmul import float_rows, matrix_struct
+from headway.kernels.native.matmul import float_rows
 from headway.kv.allocator import Edit
 from headway.kv.pool import HostPool
 from headway.models.adapters.bound import BoundAdapter
 from headway.models.hooks import Hooks
-from headway.models.quantized.cpu import MATRICES, QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime.batch import Batch, DecodeRows, Segment
 from headway.runtime.passes import BEFORE, DecodeMask, Readout
 from headway.runtime.profile import PHASES, Profiler, step_bytes
@@ -38,12 +38,13 @@ from headway.runtime.runners.adapter_rows import add_to_logits, has_head
 from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.adapters import NativeAdapter
 from headway.runtime.runners.cpu.arrays import StepArrays
+from headway.runtime.runners.cpu.weights import BoundWeights
 
 KV_KINDS = {dtype: library.KINDS.index(kind) for kind, dtype in FLOATS.items()}
 
 
 class NativeModel:
-    """The packed weights, bound to the pages, as the reader and the runner use them."""
+    """The quantized weights, bound to the pages, as the reader and the runner use them."""
 
     def __init__(self, decoder: QuantizedDecoder, pool: HostPool, page_size: int, thread_pool: ThreadPool) -> None:
         self.decoder, self.pool, self.thread_pool, self.config = decoder, pool, thread_pool, decoder.config
@@ -55,50 +56,22 @@ class NativeModel:
     def _bind(self, page_size: int) -> library.ModelStruct:
         d, c = self.decoder, self.config
         d.check()
-        self._layers = (library.LayerStruct * c.layers)(
-            *(self._layer(layer, self.windows.index(c.windows[i])) for i, layer in enumerate(d.layers))
-        )
+        self._bound = BoundWeights(d, self.windows)
         kv = self.pool.raw
         assert kv.flags.c_contiguous
-        assert kv.shape[:2] == (c.layers, 2)
+        latent = c.description.latent is not None
+        assert kv.shape[:2] == (len(c.attention_layers), 1 if latent else 2)
         head, item = page_size * c.head_dim * kv.itemsize, kv.itemsize
-        keys, values = (item, head, page_size * item), (c.head_dim * item, head, item)
-        assert self.pool.keys.strides[2:] == keys, "keys do not lie as the native step wants"
-        assert self.pool.values.strides[2:] == values, "values do not lie as the native step wants"
-        return library.ModelStruct(
-            layers=c.layers,
-            hidden=c.hidden_size,
-            inner=c.intermediate_size,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            vocab=c.vocab_size,
-            rope_half=len(d.inv_freq),
-            page_size=page_size,
-            eps=c.norm_eps,
-            scale=c.head_dim**-0.5,
-            rope_scale=c.rope.scale,
-            inv_freq=d.inv_freq.ctypes.data,
-            final_norm=d.final_norm.ctypes.data,
-            layer=self._layers,
-            embedding=matrix_struct(d.embedding),
-            output=matrix_struct(d.output),
-            kv=kv.ctypes.data,
-            kv_pages=kv.shape[2],
-            kv_kind=KV_KINDS[kv.dtype],
-        )
-
-    @staticmethod
-    def _layer(layer: QuantizedLayer, mask_set: int) -> library.LayerStruct:
-        parts = {name: matrix_struct(getattr(layer, name)) for name in MATRICES}
-        return library.LayerStruct(
-            **parts,
-            norm_in=layer.input_norm.ctypes.data,
-            norm_mlp=layer.mlp_norm.ctypes.data,
-            q_norm=None if layer.q_norm is None else layer.q_norm.ctypes.data,
-            k_norm=None if layer.k_norm is None else layer.k_norm.ctypes.data,
-            mask_set=mask_set,
-        )
+        values = (c.head_dim * item, c.head_dim * item if latent else head, item)
+        keys = values if latent else (item, head, page_size * item)
+        assert not kv.size or self.pool.keys.strides[2:] == keys, "keys do not lie as the native step wants"
+        assert not kv.size or self.pool.values.strides[2:] == values, "values do not lie as the native step wants"
+        struct = self._bound.model()
+        if (states := self.pool.states) is not None:
+            struct.states, (_, struct.state_layers, struct.state_numbers) = states.ctypes.data, states.shape
+        struct.page_size, struct.kv = page_size, kv.ctypes.data
+        struct.kv_pages, struct.kv_kind = kv.shape[2], KV_KINDS[kv.dtype]
+        return struct
 
     def run(self, step: library.StepStruct) -> None:
         check(self.thread_pool.calls.hw_forward(self.thread_pool.handle, self._struct, step))
@@ -107,7 +80,10 @@ class NativeModel:
 
     def finish(self, x: np.ndarray, tile: int | None) -> np.ndarray:
         """The final norm of residual rows [R, E]."""
-        return rms_norm(x, self.decoder.final_norm, self.config.norm_eps)
+        d, eps = self.decoder, self.config.norm_eps
+        if self.config.description.norm == "layer":
+            return layer_norm(x, d.final_norm, d.final_norm_bias, eps)
+        return rms_norm(x, d.final_norm, eps)
 
     def logits(self, x: np.ndarray, tile: int | None) -> np.ndarray:
         """Logits [R, V] of residual rows [R, E]."""
@@ -258,8 +234,10 @@ class NativeRunner:
         at = 0
         for l, groups in hooks.scores.items():
             collected = hooks.scores_out[l] = []
+            cap, sinks = self.model.config.description.attention_cap, self.decoder.layers[l].sinks
+            keys = self.pool.keys[self.model.config.attention_layers.index(l)]
             for group in groups:
-                collected.append(row_scores(queries[at], self.pool.keys[l], group))
+                collected.append(row_scores(queries[at], keys, group, cap=cap, sinks=sinks))
                 at += 1
 
     def profiled(self, batch: Batch) -> None:

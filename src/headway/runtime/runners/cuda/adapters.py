@@ -9,14 +9,15 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.adapters import AdapterMix, Mixes
+from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
+from headway.base.specs.adapters import AdapterMix, Mixes
+from headway.kernels.reference.lora import Piece
 from headway.kernels.reference.quantized import tensor
 from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
 from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
@@ -26,7 +27,7 @@ from headway.runtime.adapters import LoadedAdapter
 from headway.runtime.runners.adapter_rows import by_adapter
 from headway.runtime.runners.cuda.arrays import Upload, even
 from headway.runtime.runners.cuda.graphs import padded
-from headway.runtime.runners.row_adapters import STACKS
+from headway.runtime.runners.row_adapters import STACKS, head_on
 
 SLOTS = 1024  # adapters that may be loaded at once
 
@@ -34,8 +35,10 @@ SLOTS = 1024  # adapters that may be loaded at once
 class CudaAdapter:
     """An adapter's matrices on the device, and its slot in the table."""
 
-    def __init__(self, tensors: list[Tensor], slot: int, rank: int, stacks: frozenset[str]) -> None:
-        self._tensors, self.slot, self.rank, self.stacks = tensors, slot, rank, stacks
+    def __init__(
+        self, tensors: list[Tensor], slot: int, rank: int, stacks: frozenset[str], head: Piece | None = None
+    ) -> None:
+        self._tensors, self.slot, self.rank, self.stacks, self.head = tensors, slot, rank, stacks, head
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +98,22 @@ class StepTiles:
     sums: Tensor  # between the two kernels
 
 
+@dataclass(frozen=True, eq=False)
+class _LastStep:
+    """The tiles of the last step with adapters, and what they are for. It keeps no adapter alive."""
+
+    mixes: list[weakref.ref[AdapterMix] | None]
+    size: int | None
+    tiles: StepTiles
+
+    def serves(self, mixes: Mixes, size: int | None) -> bool:
+        """Whether these rows are under the same mixes."""
+        if size != self.size or len(mixes) != len(self.mixes):
+            return False
+        pairs = zip(mixes, self.mixes, strict=True)
+        return all(known is None if mix is None else known is not None and known() is mix for mix, known in pairs)
+
+
 class _Round:
     """At most one use of every row."""
 
@@ -121,7 +140,7 @@ class CudaAdapters:
         self._free = deque(range(SLOTS))  # a finalizer only appends here
         self._upload = Upload(1 << 12, torch.int32, device)
         self._graph_upload: dict[AdapterShape, Upload] = {}
-        self._last: tuple[Mixes, int | None, StepTiles] | None = None
+        self._last: _LastStep | None = None
         self._sums: list[Tensor] = []  # they stay, since graphs go on using them
         outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
         self.outputs = {stack: tuple(outputs[role] for role in roles) for stack, roles in STACKS.items()}
@@ -143,7 +162,7 @@ class CudaAdapters:
         except BaseException:
             self._free.append(slot)
             raise
-        loaded = CudaAdapter(tensors, slot, adapter.rank, stacks)
+        loaded = CudaAdapter(tensors, slot, adapter.rank, stacks, head_on(adapter, self._device))
         weakref.finalize(loaded, self._free.append, slot)
         return loaded
 
@@ -176,11 +195,11 @@ class CudaAdapters:
         have the same mixes: then nothing is done, nor sent.
         """
         if mixes is None:
-            self._last = None  # keeps no adapter alive
             return None
-        if self._last is None or self._last[0] is not mixes or self._last[1] != size:
-            self._last = mixes, size, self._tiles(mixes, size)
-        return self._last[2]
+        if self._last is None or not self._last.serves(mixes, size):
+            known = [None if mix is None else weakref.ref(mix) for mix in mixes]
+            self._last = _LastStep(known, size, self._tiles(mixes, size))
+        return self._last.tiles
 
     def _tiles(self, mixes: Mixes, size: int | None) -> StepTiles:
         rounds, rank, stacks = _rounds(mixes)
@@ -205,11 +224,11 @@ class CudaAdapters:
     def _scratch(self, shape: AdapterShape) -> Tensor:
         """Room for the sums of a round; each is twice as large as the one before."""
         needed = shape.uses * PIECES * SPLITS * shape.blocks * RANKS
-        found = [sums for sums in self._sums if len(sums) >= needed]
-        if not found:
-            found = [torch.empty(1 << (needed - 1).bit_length(), dtype=torch.float32, device=self._device)]
-            self._sums += found
-        return found[0][:needed].view(shape.uses, PIECES, SPLITS, shape.blocks * RANKS)
+        fitting = [sums for sums in self._sums if len(sums) >= needed]
+        if not fitting:
+            fitting = [torch.empty(1 << (needed - 1).bit_length(), dtype=torch.float32, device=self._device)]
+            self._sums += fitting
+        return fitting[0][:needed].view(shape.uses, PIECES, SPLITS, shape.blocks * RANKS)
 
 
 def _rounds(mixes: Sequence[AdapterMix | None]) -> tuple[list[_Round], int, frozenset[str]]:

@@ -5,12 +5,11 @@ The worker fills the host's buffer, and waits before it does until the copy of w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.triton import layout
 from headway.runtime.batch import Batch, Segment
 from headway.runtime.runners.mask_runs import mask_runs

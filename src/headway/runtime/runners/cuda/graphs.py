@@ -10,16 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
-from headway.base.log import log_event
+from headway.base.dataclass import dataclass
+from headway.base.system.log import log_event
 from headway.runtime.memory import is_out_of_memory
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Of steps whose attention uses the matrix units: up to 1,024 rows of prompts, and decode rows.
-CHUNK_SIZES = (*range(64, 512, 64), *range(512, 1025, 128), 1088, 1152, 1280)
+# Of steps whose attention uses the matrix units. 448 rows are not among them: cuBLAS takes as long for them as for 700.
+CHUNK_SIZES = (*range(64, 385, 64), *range(512, 1025, 64))
 MOST = 4 * len(SIZES)  # graphs that are kept: steps, heads and samplers of every size, and some that look elsewhere
 
 

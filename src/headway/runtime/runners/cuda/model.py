@@ -11,23 +11,26 @@ itself and cuts its keys at fixed slots, and nothing is chosen by how many rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.reference.sampling import RowSampler
 from headway.kernels.triton import attention, fused, layout, lora, quantized
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
+from headway.kernels.triton import quantized_tiles as byte_tiles
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
 from headway.kernels.triton.fused import HeadConfig
 from headway.kernels.triton.launch import can_go_ahead, shared_memory
 from headway.kernels.triton.lora import LowRankTerm
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
+from headway.kernels.triton.quantized_tiles import SplitSums
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
 from headway.models.hooks import Hooks
@@ -62,7 +65,7 @@ class DeviceStep:
 
 
 class Buffers:
-    """Room for the intermediates of `rows` rows. Kernels of one stream use it in turn."""
+    """Buffers for the intermediates of `rows` rows. Kernels of one stream use it in turn."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         c, dtype, device = decoder.config, decoder.dtype, decoder.device
@@ -95,8 +98,8 @@ class CudaModel:
     def __init__(self, decoder: Decoder, pool: TensorPool, *, deterministic: bool = False) -> None:
         self.decoder, self.config, self.pool = decoder, decoder.config, pool
         self.device, self.dtype = decoder.device, decoder.dtype
-        self.windows = tuple(dict.fromkeys(decoder.config.windows))
-        self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.windows]
+        self.windows = tuple(dict.fromkeys(decoder.config.sliding_windows))
+        self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.sliding_windows]
         self._kv = [(pool.keys[l], pool.values[l]) for l in range(decoder.config.layers)]
         self._heads = [
             HeadConfig(layer.heads, layer.kv_heads, layer.head_dim, layer.q_norm, layer.k_norm, layer.eps)
@@ -113,6 +116,9 @@ class CudaModel:
         self._wide: bool | None = None  # whether many rows take wider tiles in deterministic mode
         self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
         self._written: Tensor | None = None
+        self._split_sums: SplitSums | None = None  # of matmuls that are chosen by the number of rows
+        if self.is_quantized and not deterministic:
+            self._split_sums = SplitSums.of(byte_tiles.SPLIT_OUTPUTS, quantized.FEW, self.device)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
         self.adapters = CudaAdapters(c, decoder.dtype, self.device, half=self.is_quantized)
@@ -120,7 +126,7 @@ class CudaModel:
     def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
         x = buffers.x[: step.count]
-        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.sampled)
+        self.embed(step, x)
         mark("embed")
         fused.angles(step.ints, step.rows, buffers.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
@@ -128,13 +134,28 @@ class CudaModel:
             self._quantized_rows(step, buffers, mark)
         elif self.deterministic:
             self._rows(step, buffers, mark)
-        elif step.count == 1 and step.adapters is None:  # its norms are inside matvecs, and adapters take normed rows
+        elif step.count == 1 and step.adapters is None and not self.is_split:
+            # Its norms are inside matvecs, and adapters take normed rows.
             self._one_row(step, buffers, mark)
         else:
             self._rows(step, buffers, mark)
         if step.hooks is not None:
             on_hidden(step.hooks, self.config.layers, x[step.hooks_from :])
         return x
+
+    # A model that is split over ranks overrides these.
+
+    is_split = False
+
+    def embed(self, step: DeviceStep, x: Tensor) -> None:
+        """The embeddings of a step's tokens into x [T, E]."""
+        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.sampled)
+
+    def sum_up(self, y: Tensor) -> None:
+        """Make the whole of what a matmul gives, where others have some of its inputs."""
+
+    def before_head(self, rows: Sequence[int] | None) -> None:
+        """The head is about to be computed of these rows of the last step; None: of its only one."""
 
     def _one_row(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         x, inner, mixed = buffers.x[0], buffers.inner[0], buffers.mixed[0].flatten()
@@ -184,14 +205,30 @@ class CudaModel:
         self, x: Tensor, w: object, y: Tensor, *, factor: float = 1.0, add: bool = False, bias: Tensor | None = None
     ) -> None:
         assert isinstance(w, CudaQuantizedMatrix)
-        alone = not self.deterministic
-        quantized.matmul(x, w, y, factor=factor, add=add, ahead=self.ahead, alone=alone, row_bias=bias)
+        alone, tile = not self.deterministic, None
+        if self._split_sums is not None and w.kind != "int4" and len(x) >= byte_tiles.LEAST:
+            tile = byte_tiles.pick_byte_tile(len(x), w.shape[0], x.shape[1], self._shared)
+        how: dict[str, Any] = {"ahead": self.ahead, "alone": alone, "tile": tile, "sums": self._split_sums}
+        quantized.matmul(x, w, y, factor=factor, add=add, row_bias=bias, **how)
 
     def _low_rank(self, at: Place, x: Tensor, y: Tensor, step: DeviceStep, *, factor: float = 1.0) -> None:
         """Add to a matmul's outputs y what the adapters of its rows x make of them."""
         for one in self._low_ranks(at, step):
             lora.shrink(x, one, ahead=self.ahead)
-            lora.expand(y, one, x.shape[1], factor=factor, ahead=self.ahead)
+            lora.expand(y, one, lora.splits(x.shape[1]), factor=factor, ahead=self.ahead)
+
+    def _adapted(self, at: Place, x: Tensor, w: Linear, y: Tensor, step: DeviceStep) -> None:
+        """A matmul with what the adapters of its rows add; where ours computes it, that takes one more kernel."""
+        added = self._low_ranks(at, step)
+        if len(added) == 1 and self._in_tiles(len(x)):
+            self._shrinking(x, w, y, added[0])
+            lora.expand(y, added[0], 1, ahead=self.ahead)
+            return
+        self._linear(x, w, y)
+        self._low_rank(at, x, y, step)
+
+    def _shrinking(self, x: Tensor, w: Linear, y: Tensor, term: LowRankTerm) -> None:
+        tiled.matmul(x, w.weight, y, self._tile(y), bias=w.bias, shrinks=term, ahead=self.ahead)
 
     def _low_ranks(self, at: Place, step: DeviceStep) -> list[LowRankTerm]:
         """What adapters add to a matmul, round by round."""
@@ -214,16 +251,16 @@ class CudaModel:
         return delta
 
     def _dense(self, w: Linear | CudaQuantizedMatrix) -> Tensor:
-        """The matrix [N, K] as floats. One in codes is written out where the next one will be: it serves until then."""
+        """The matrix [N, K] as floats. A quantized one is valid until the next: all are dequantized into one buffer."""
         if not isinstance(w, CudaQuantizedMatrix):
             return w.weight
         if self._written is None:
             size = max(prod(m.shape) for layer in self.decoder.layers for m in _matrices(layer))
             self._written = torch.empty(size, dtype=self.dtype, device=self.device)
         n, k = w.shape
-        found = self._written[: n * k].view(n, k)
-        quantized.dequantize_into(w, found)
-        return found
+        weights = self._written[: n * k].view(n, k)
+        quantized.dequantize_into(w, weights)
+        return weights
 
     def _rows(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
@@ -232,22 +269,21 @@ class CudaModel:
         fused.norm(x, layers[0].input_norm, layers[0].eps, h[:n])
         mark("norm")
         for l, layer in enumerate(layers):
-            self._linear(h, layer.qkv, buffers.qkv[:many])
-            self._low_rank((l, "qkv"), h, buffers.qkv[:many], step)
+            self._adapted((l, "qkv"), h, layer.qkv, buffers.qkv[:many], step)
             mark("qkv")
             if step.needed is not None and l + 1 == len(layers):
                 self._finish_needed(step.needed, step, buffers, mark)
                 return
             self._attention(l, step, buffers, mark)
             mixed = buffers.mixed[:many].flatten(1)
-            self._linear(mixed, layer.out, delta)
-            self._low_rank((l, "out"), mixed, delta, step)
+            self._adapted((l, "out"), mixed, layer.out, delta, step)
+            self.sum_up(delta)
             mark("output projection")
             fused.norm(x, layer.mlp_norm, layer.eps, h[:n], add=delta[:n], ahead=self.ahead)
             mark("norm")
             self._gate_times_up(l, h, buffers, step)
-            self._linear(buffers.inner[:many], layer.down, delta)
-            self._low_rank((l, "down"), buffers.inner[:many], delta, step)
+            self._adapted((l, "down"), buffers.inner[:many], layer.down, delta, step)
+            self.sum_up(delta)
             mark("feed-forward")
             following: DecoderLayer | None = layers[l + 1] if l + 1 < len(layers) else None
             if following is None:
@@ -265,11 +301,13 @@ class CudaModel:
         x, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.mixed))
         h, delta = buffers.h[:r], buffers.delta[:r]
         self._linear(mixed.flatten(1), layer.out, delta)
+        self.sum_up(delta)
         mark("output projection")
         fused.norm(x, layer.mlp_norm, layer.eps, h, add=delta, ahead=self.ahead)
         mark("norm")
         self._gate_times_up(l, h, buffers, step)
         self._linear(buffers.inner[:r], layer.down, delta)
+        self.sum_up(delta)
         mark("feed-forward")
         fused.add(x, delta)
         buffers.x.index_copy_(0, needed.long(), x)
@@ -331,13 +369,13 @@ class CudaModel:
     def _scratch_for(self, splits: Splits, rows: int) -> Scratch:
         """Room for the parts of so many rows. It is never given back, since graphs go on using it: so each is for the
         next power of two, and all of them have fewer than four times the rows of the largest step."""
-        found = [scratch for scratch in self._scratch.get(splits, ()) if len(scratch.arrived) >= rows]
-        if found:
-            return found[0]
+        fitting = [scratch for scratch in self._scratch.get(splits, ()) if len(scratch.arrived) >= rows]
+        if fitting:
+            return fitting[0]
         c, wide = self.config, 1 << max(0, rows - 1).bit_length()
-        made = attention.make_scratch(wide, c.heads, c.kv_heads, c.head_dim, splits, self.device)
-        self._scratch.setdefault(splits, []).append(made)
-        return made
+        scratch = attention.make_scratch(wide, c.heads, c.kv_heads, c.head_dim, splits, self.device)
+        self._scratch.setdefault(splits, []).append(scratch)
+        return scratch
 
     def _first(self, count: int) -> Tensor:
         """The numbers below count [count] int32."""
@@ -354,16 +392,12 @@ class CudaModel:
             tile = self._tile(inner, gated=True)
             tiled.matmul(h, w.weight, inner, tile, bias=w.bias, gated=True, ahead=self.ahead)
             return
-        if self._in_tiles(len(h)) and len(added) <= 1:
-            delta = places = None
-            for one in added:  # where gate and up would be: the matmul adds it to them
-                lora.shrink(h, one, ahead=self.ahead)
-                lora.expand(gate_up, one, h.shape[1], add=False, ahead=self.ahead)
-                delta, places = gate_up, one.tiles.places
-            tile = self._tile(inner, gated=True)
-            tiled.matmul(
-                h, w.weight, inner, tile, bias=w.bias, gated=True, delta=delta, places=places, ahead=self.ahead
-            )
+        if self._in_tiles(len(h)) and len(added) == 1:
+            self._shrinking(h, w, gate_up, added[0])
+            lora.expand_gated(gate_up, inner, added[0], 1, ahead=self.ahead)
+            return
+        if self._in_tiles(len(h)) and not added:
+            tiled.matmul(h, w.weight, inner, self._tile(inner, gated=True), bias=w.bias, gated=True, ahead=self.ahead)
             return
         self._linear(h, w, gate_up)
         self._low_rank((l, "gate_up"), h, gate_up, step)
@@ -405,9 +439,9 @@ class CudaModel:
 
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of residual rows [R, E]."""
-        found = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=self.device)
-        self.head(x, None, torch.empty_like(x), found)
-        return found
+        logits = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=self.device)
+        self.head(x, None, torch.empty_like(x), logits)
+        return logits
 
     @property
     def functions(self) -> Any:

@@ -8,13 +8,14 @@ edge of the best, a NaN, a temperature that float32 cannot hold) it is the torch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 import numpy as np
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
-from headway.base.probes import Distribution, Entropy, Logits, Logprob, Logprobs, Rank, Ranked, Ranking
+from headway.base.specs.probes import Distribution, Entropy, Logits, Logprob, Logprobs, Rank, Ranked, Ranking
 from headway.kernels.triton.probes import RowStats
 from headway.runtime.readout import Ask, not_a_number
 
@@ -24,7 +25,7 @@ COLDEST, HOTTEST = 1e-30, 1e30  # temperatures that float32 divides by safely
 NO_MASK = -1
 
 Key = tuple[int, int]  # a segment and the index of one of its readouts
-Asked = tuple[int, Ask]  # a row of logits and what is asked of it
+Query = tuple[int, Ask]  # a row of logits and what is asked of it
 
 
 class Drawn(NamedTuple):
@@ -81,7 +82,7 @@ class ProbeRound:
     rows: dict[int, int] = field(default_factory=dict)
     masks: list[np.ndarray] = field(default_factory=list)
     bound: dict[int, int] = field(default_factory=dict)  # masks by their identity
-    makes: list[tuple[Asked, _Make]] = field(default_factory=list)
+    makes: list[tuple[Query, _Make]] = field(default_factory=list)
 
     def bind(self, allowed: np.ndarray | None) -> int:
         if allowed is None:
@@ -111,19 +112,19 @@ class Plan(NamedTuple):
 
     rounds: list[ProbeRound]
     known: dict[Key, object]
-    left: list[Asked]
+    left: list[Query]
 
 
-def plan(asked: Sequence[Asked], drawn: Mapping[Key, Sequence[Drawn | None]], vocab: int) -> Plan:
+def plan(queries: Sequence[Query], drawn: Mapping[Key, Sequence[Drawn | None]], vocab: int) -> Plan:
     """The questions of these probes; `drawn` has for every ranking what is drawn at its row."""
     rounds, known, left = [ProbeRound(vocab)], {}, []
-    for row, ask in asked:
+    for row, ask in queries:
         part, key = rounds[-1], (ask.segment, ask.index)
         mates = drawn.get(key, ())
         if len(part.jobs) == JOBS or len(part.pairs) + _pairs(ask) + len(mates) > PAIRS:
             rounds.append(part := ProbeRound(vocab))
         try:
-            make = _asked(part, row, ask, mates)
+            make = _add_query(part, row, ask, mates)
         except _Edge:
             left.append((row, ask))
         except HeadwayError as error:  # the mask that was to come later did not
@@ -133,26 +134,26 @@ def plan(asked: Sequence[Asked], drawn: Mapping[Key, Sequence[Drawn | None]], vo
     return Plan([part for part in rounds if part.makes], known, left)
 
 
-def _asked(part: ProbeRound, row: int, ask: Ask, drawn: Sequence[Drawn | None]) -> _Make:
+def _add_query(part: ProbeRound, row: int, ask: Ask, drawn: Sequence[Drawn | None]) -> _Make:
     """Put a probe's questions into the round; what comes back makes its value of the answers."""
-    what = ask.what.what
+    what = ask.readout.what
     if _pairs(ask) + len(drawn) > PAIRS:
         raise _Edge
     if isinstance(what, Ranking):
         return _ask_ranking(part, row, what, drawn)
-    allowed = ask.what.permitted() if getattr(what, "masked", False) else None
+    allowed = ask.readout.permitted() if getattr(what, "masked", False) else None
     match what:
         case Logits():
             at = part.rows.setdefault(row, len(part.rows))
-            return lambda found: _filled(found.rows[at], allowed)
+            return lambda answers: _filled(answers.rows[at], allowed)
         case Entropy():
             job = part.measure(row, part.bind(allowed))
-            return lambda found: float(np.float32(_sound(found.measured[job]).entropy))
+            return lambda answers: float(np.float32(_sound(answers.measured[job]).entropy))
         case Logprob() | Logprobs():
             ids = (what.id,) if isinstance(what, Logprob) else what.ids
             assert isinstance(ids, tuple)
             job, pairs = part.measure(row, mask := part.bind(allowed)), part.place(row, ids, mask)
-            return lambda found: _sound(found.measured[job]).logs(found.scores[pairs]).astype(np.float32)
+            return lambda answers: _sound(answers.measured[job]).logs(answers.scores[pairs]).astype(np.float32)
         case Distribution(temperature, k):
             return _ask_distribution(part, row, part.bind(allowed), temperature, k)
     raise AssertionError(what)
@@ -166,9 +167,9 @@ def _ask_distribution(part: ProbeRound, row: int, mask: int, temperature: float,
     else:
         at = part.rank(row, mask, k)
 
-    def make(found: Answers) -> object:
-        measured = _sound(found.measured[job])
-        scores, ids = found.sorted[at] if whole else found.ranking(at, k)
+    def make(answers: Answers) -> object:
+        measured = _sound(answers.measured[job])
+        scores, ids = answers.sorted[at] if whole else answers.ranking(at, k)
         return ids, np.exp(measured.logs(scores, temperature)).astype(np.float32)
 
     return make
@@ -191,30 +192,30 @@ def _ask_ranking(part: ProbeRound, row: int, what: Ranking, drawn: Sequence[Draw
     pairs = part.place(row, [*tokens, *what.ids], mask, ranked=True)
     names = (*what.ids,)
 
-    def make(found: Answers) -> object:
-        measured = found.measured[job]
+    def make(answers: Answers) -> object:
+        measured = answers.measured[job]
         if measured.bad:
             return not_a_number()
-        ids = found.tokens[pairs].tolist()
+        ids = answers.tokens[pairs].tolist()
         if any(token < 0 for token in ids):
             raise _Edge
-        scores = found.scores[pairs]
+        scores = answers.scores[pairs]
         logs = measured.logs(scores, temperature)
-        ranks = [Rank(*r) for r in zip(ids, logs.tolist(), found.ranks[pairs].tolist(), strict=True)]
-        best = () if at is None else _best(measured, found, at, k, temperature)
+        ranks = [Rank(*r) for r in zip(ids, logs.tolist(), answers.ranks[pairs].tolist(), strict=True)]
+        best = () if at is None else _best(measured, answers, at, k, temperature)
         return Ranked(tuple(ranks[: len(ids) - len(names)]), tuple(ranks[len(ids) - len(names) :]), best)
 
     return make
 
 
-def tell(part: ProbeRound, found: Answers, values: dict[Key, object]) -> list[Asked]:
+def tell(part: ProbeRound, answers: Answers, values: dict[Key, object]) -> list[Query]:
     """Make the values of a round; the probes that are left undecided."""
     left = []
-    for asked, make in part.makes:
+    for query, make in part.makes:
         try:
-            values[asked[1].segment, asked[1].index] = make(found)
+            values[query[1].segment, query[1].index] = make(answers)
         except _Edge:
-            left.append(asked)
+            left.append(query)
     return left
 
 
@@ -231,21 +232,21 @@ def _filled(row: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
     return row
 
 
-def _best(measured: RowStats, found: Answers, at: int, k: int, temperature: float) -> tuple[Rank, ...]:
+def _best(measured: RowStats, answers: Answers, at: int, k: int, temperature: float) -> tuple[Rank, ...]:
     """The k best that can come."""
-    kept = int((found.best[at][0][:k] > -np.inf).sum())
+    kept = int((answers.best[at][0][:k] > -np.inf).sum())
     if kept == 0:
         return ()
-    scores, ids = found.ranking(at, kept)
+    scores, ids = answers.ranking(at, kept)
     logs = measured.logs(scores, temperature)
     firsts = np.searchsorted(-scores, -scores) + 1
     ranks = zip(ids.tolist(), logs.tolist(), firsts.tolist(), strict=True)
-    return tuple(Rank(*found) for found in ranks if found[1] > -np.inf)
+    return tuple(Rank(*each) for each in ranks if each[1] > -np.inf)
 
 
 def _pairs(ask: Ask) -> int:
     """How many scores a probe looks up."""
-    what = ask.what.what
+    what = ask.readout.what
     ids = what.ids if isinstance(what, Logprobs | Ranking) else ()
     assert isinstance(ids, tuple)
     return len(ids) or 1

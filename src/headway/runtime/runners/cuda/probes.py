@@ -31,10 +31,10 @@ from headway.runtime.runners.cuda.probe_rounds import (
     NO_MASK,
     PAIRS,
     Answers,
-    Asked,
     Drawn,
     Key,
     ProbeRound,
+    Query,
     plan,
     tell,
 )
@@ -49,31 +49,31 @@ class CudaProbes:
         self.model, self._graphs, self._name = model, graphs, name
         self._vocab, self._device = model.config.vocab_size, model.device
         self._words, self._pieces = -(-self._vocab // 32), probing.pieces(self._vocab)
-        self._asked = Upload(JOBS * JOB_INTS + PAIRS * PAIR_INTS, torch.int32, self._device)
+        self._questions = Upload(JOBS * JOB_INTS + PAIRS * PAIR_INTS, torch.int32, self._device)
         self._masks = Upload(self._words, torch.int32, self._device)
         size = JOBS * self._pieces * NUMBERS + PAIRS * (PAIR_HEADER + self._pieces)
-        self._found = torch.empty(size, dtype=torch.int32, device=self._device)
+        self._results = torch.empty(size, dtype=torch.int32, device=self._device)
         self._back = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def begin(
         self,
-        asked: Sequence[Asked],
+        queries: Sequence[Query],
         logits: Tensor,
         tokens: Tensor,
         drawn: Mapping[Key, Sequence[Drawn | None]],
         *,
         lasting: bool,
-    ) -> Callable[[dict[Key, object]], list[Asked]]:
+    ) -> Callable[[dict[Key, object]], list[Query]]:
         """Set the device to work on these probes of logits [R, V], which are where they always are if `lasting`.
 
         `tokens` [A] int32 are those that the device draws in front of it, `drawn` has for every ranking those of its
         own row (None for one that is drawn later). What comes back waits, adds values, and gives the probes that are
         left undecided.
         """
-        rounds, known, left = plan(asked, drawn, self._vocab)
+        rounds, known, left = plan(queries, drawn, self._vocab)
         first = self._launch(rounds[0], logits, tokens, lasting) if rounds else None
 
-        def finish(values: dict[Key, object]) -> list[Asked]:
+        def finish(values: dict[Key, object]) -> list[Query]:
             values.update(known)
             undecided = list(left)
             for i, part in enumerate(rounds):
@@ -88,20 +88,20 @@ class CudaProbes:
         measured = jobs * self._pieces * NUMBERS
         back = measured + pairs * (PAIR_HEADER + self._pieces)
         pairs_at = jobs * JOB_INTS
-        asked = ProbeQueries(
-            self._asked.device[:pairs_at].view(jobs, JOB_INTS),
-            self._asked.device[pairs_at : pairs_at + pairs * PAIR_INTS].view(pairs, PAIR_INTS),
+        questions = ProbeQueries(
+            self._questions.device[:pairs_at].view(jobs, JOB_INTS),
+            self._questions.device[pairs_at : pairs_at + pairs * PAIR_INTS].view(pairs, PAIR_INTS),
             self._masks.device.view(-1, self._words),
             tokens,
         )
-        found = ProbeResults(
-            self._found[:measured].view(torch.float32).view(jobs, self._pieces, NUMBERS),
-            self._found[measured:back].view(pairs, PAIR_HEADER + self._pieces),
+        results = ProbeResults(
+            self._results[:measured].view(torch.float32).view(jobs, self._pieces, NUMBERS),
+            self._results[measured:back].view(pairs, PAIR_HEADER + self._pieces),
         )
 
         def work() -> None:
-            probing.run_probes(logits, asked, found)
-            self._back[:back].copy_(self._found[:back], non_blocking=True)
+            probing.run_probes(logits, questions, results)
+            self._back[:back].copy_(self._results[:back], non_blocking=True)
 
         if back:
             key = ("probe", jobs, pairs, logits.data_ptr(), self._masks.device.data_ptr(), self._name)
@@ -126,20 +126,20 @@ class CudaProbes:
 
     def _send(self, part: ProbeRound) -> tuple[int, int]:
         """Upload a round's questions; how many there are, with padding."""
-        jobs, pairs = _room(len(part.jobs)), _room(len(part.pairs))
-        self._asked.wait()
-        host, pairs_at = self._asked.host, jobs * JOB_INTS
-        asked = host[:pairs_at].reshape(jobs, JOB_INTS)
-        asked[len(part.jobs) :, 0] = -1
+        jobs, pairs = _padded(len(part.jobs)), _padded(len(part.pairs))
+        self._questions.wait()
+        host, pairs_at = self._questions.host, jobs * JOB_INTS
+        measures = host[:pairs_at].reshape(jobs, JOB_INTS)
+        measures[len(part.jobs) :, 0] = -1
         if part.jobs:
             rows, masks, rates = zip(*part.jobs, strict=True)
-            asked[: len(rows), 0], asked[: len(rows), 1] = rows, masks
-            asked[: len(rows), 2] = np.array(rates, np.float32).view(np.int32)
+            measures[: len(rows), 0], measures[: len(rows), 1] = rows, masks
+            measures[: len(rows), 2] = np.array(rates, np.float32).view(np.int32)
         named = host[pairs_at : pairs_at + pairs * PAIR_INTS].reshape(pairs, PAIR_INTS)
         named[len(part.pairs) :, 0] = -1
         if part.pairs:
             named[: len(part.pairs)] = part.pairs
-        self._asked.send(pairs_at + pairs * PAIR_INTS)
+        self._questions.send(pairs_at + pairs * PAIR_INTS)
         self._send_masks(part.masks)
         return jobs, pairs
 
@@ -156,12 +156,12 @@ class CudaProbes:
         self._masks.send(len(masks) * self._words)
 
     def _ordered(
-        self, asked: list[tuple[int, int]], masks: Sequence[np.ndarray], logits: Tensor, count: int
+        self, pairs: list[tuple[int, int]], masks: Sequence[np.ndarray], logits: Tensor, count: int
     ) -> list[tuple[Tensor, Tensor]]:
         """The `count` best scores of these rows, each under its mask, and their ids, on their way to the host."""
-        found = []
-        for start in range(0, len(asked), SLAB):
-            slab = asked[start : start + SLAB]
+        ordered = []
+        for start in range(0, len(pairs), SLAB):
+            slab = pairs[start : start + SLAB]
             lines = _taken(logits, [row for row, _ in slab])
             bound = [(i, mask) for i, (_, mask) in enumerate(slab) if mask != NO_MASK]
             if bound:
@@ -173,8 +173,8 @@ class CudaProbes:
                 scores, ids = lines.sort(dim=1, descending=True, stable=True)
             else:
                 scores, ids = lines.topk(count, dim=1)
-            found.append((_host(scores), _host(ids)))
-        return found
+            ordered.append((_host(scores), _host(ids)))
+        return ordered
 
 
 def _read(
@@ -189,7 +189,7 @@ def _read(
     return rows, scores, 1 + lines[:, PAIR_HEADER:].sum(1), lines[:, 1].copy()
 
 
-def _room(count: int) -> int:
+def _padded(count: int) -> int:
     """The next power of two, so that there are few graphs; 0 for none."""
     return 1 << (count - 1).bit_length() if count else 0
 

@@ -15,20 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.base.probes import Ranking
-from headway.base.samplers import NO_TOKEN, UNDECIDED, Sampling
+from headway.base.specs.adapters import Mixes
+from headway.base.specs.probes import Ranking
+from headway.base.specs.samplers import NO_TOKEN, UNDECIDED, Sampling
 from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch, DecodeRows, reads_final_state
 from headway.runtime.passes import BEFORE, Readout
 from headway.runtime.readout import Ask, Reader, not_a_number
+from headway.runtime.runners.adapter_rows import has_head
 from headway.runtime.runners.cuda.arrays import PinnedBuffer, Upload
 from headway.runtime.runners.cuda.graphs import Graphs, padded
 from headway.runtime.runners.cuda.model import CudaModel, Mark
 from headway.runtime.runners.cuda.probes import CudaProbes, Drawn
 from headway.runtime.runners.cuda.sampling import MOST, CudaDraws, Key
+from headway.runtime.runners.row_adapters import add_heads
 
 Values = dict[Key, object]
-_Asked = tuple[int, int, int, Readout]  # a segment, the index of a readout, its row, and what it reads
+_RowReadout = tuple[int, int, int, Readout]  # a segment, the index of a readout, its row, and what it reads
 
 
 class _Place(NamedTuple):
@@ -81,32 +84,32 @@ class CudaReader:
         x [T, E] is the residual before the final norm, decode rows first; None when T is 0.
         """
         self._first = batch.decode_count
-        asked = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
+        placed = [(s, index, row, r) for s, segment in enumerate(batch.segments) for index, row, r in segment.readouts]
         if hooks is not None:
-            return self._looking(asked, x, batch, mark, hooks)
-        return self._reading(asked, x, batch, mark)
+            return self._looking(placed, x, batch, mark, hooks)
+        return self._reading(placed, x, batch, mark)
 
     def _looking(
-        self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark, hooks: Hooks
+        self, placed: list[_RowReadout], x: Tensor | None, batch: Batch, mark: Mark, hooks: Hooks
     ) -> Callable[[], Values]:
         """What is read of the final state, and what was looked at on the way."""
-        final = [a for a in asked if reads_final_state(a[3].what)]
+        final = [a for a in placed if reads_final_state(a[3].what)]
         read = self._reading(final, x, batch, mark)
 
         def finish() -> Values:
             values = read()
-            for s, index, row, r in asked:
+            for s, index, row, r in placed:
                 if not reads_final_state(r.what):
                     values[s, index] = self._slow.look(Ask(s, index, row, r), batch, hooks)
             return values
 
         return finish
 
-    def _reading(self, asked: list[_Asked], x: Tensor | None, batch: Batch, mark: Mark) -> Callable[[], Values]:
-        if x is not None and len(x) > 1 and 0 < len(asked) <= MOST and self._is_plain(asked):
-            return self._plain(asked, x, batch)
+    def _reading(self, placed: list[_RowReadout], x: Tensor | None, batch: Batch, mark: Mark) -> Callable[[], Values]:
+        if x is not None and len(x) > 1 and 0 < len(placed) <= MOST and self._is_plain(placed):
+            return self._plain(placed, x, batch)
         by_place: dict[_Place, list[Ask]] = {}
-        for s, index, row, what in asked:
+        for s, index, row, what in placed:
             place = _Place(row, s if row == BEFORE else 0)
             by_place.setdefault(place, []).append(Ask(s, index, row, what))
         places = list(by_place)
@@ -124,9 +127,17 @@ class CudaReader:
         """Whether `sample_rows` can sample like this."""
         return self._draws.way(how).plain
 
-    def row_logits(self, x: Tensor, count: int) -> Tensor:
-        """Logits [N, V] of the first rows of x."""
-        return self._only(x) if len(x) == 1 else self._chosen(range(count), x)
+    def row_logits(self, x: Tensor, rows: DecodeRows) -> Tensor:
+        """Logits [N, V] of the first rows of x, which are these."""
+        logits = self._only(x) if len(x) == 1 else self._chosen(range(len(rows)), x)
+        return logits if rows.adapters is None else self._adapted(logits, x, range(len(rows)), rows.adapters)
+
+    def _adapted(self, logits: Tensor, x: Tensor, rows: Sequence[int], mixes: Mixes) -> Tensor:
+        """The logits of these rows of x, with what adapters of the output matrix add to them."""
+        if has_head(mixes):
+            which = torch.tensor(rows, device=x.device)
+            add_heads(logits, self.model.finish(x.index_select(0, which), None), mixes)
+        return logits
 
     def sample_rows(
         self, rows: DecodeRows, logits: Tensor, words: Sequence[np.ndarray | None]
@@ -151,10 +162,10 @@ class CudaReader:
         pinned.send(self._draws.tokens[:count])
         return lambda: pinned.read(count)
 
-    def _is_plain(self, asked: list[_Asked]) -> bool:
+    def _is_plain(self, placed: list[_RowReadout]) -> bool:
         """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
         ways, rows = self._draws.ways, set()
-        for _, _, row, r in asked:
+        for _, _, row, r in placed:
             way = ways.get(id(r.what))
             if way is None or way[0] is not r.what:
                 if not isinstance(r.what, Sampling):
@@ -165,19 +176,21 @@ class CudaReader:
             if r.bias is not None:
                 return False
             rows.add(row)
-        return len(rows) == len(asked)
+        return len(rows) == len(placed)
 
-    def _plain(self, asked: list[_Asked], x: Tensor, batch: Batch) -> Callable[[], Values]:
+    def _plain(self, placed: list[_RowReadout], x: Tensor, batch: Batch) -> Callable[[], Values]:
         """Most decodes: the same with less of the host's time."""
-        rows = [row for _, _, row, _ in asked]
-        logits = self._chosen([self._first + row for row in rows], x)
-        readouts = [r for _, _, _, r in asked]
-        size = self._draws.fill(range(len(asked)), readouts, batch.positions[rows], ())
+        rows = [row for _, _, row, _ in placed]
+        places = [self._first + row for row in rows]
+        mixes = [batch.segments[s].mix_of(row) for s, _, row, _ in placed]
+        logits = self._adapted(self._chosen(places, x), x, places, mixes)
+        readouts = [r for _, _, _, r in placed]
+        size = self._draws.fill(range(len(placed)), readouts, batch.positions[rows], ())
         self._launch(logits, size)
 
         def finish() -> Values:
             values: Values = {}
-            for (segment, index, row, r), token in zip(asked, self._draws.wait(len(asked)), strict=True):
+            for (segment, index, row, r), token in zip(placed, self._draws.wait(len(placed)), strict=True):
                 if token >= 0:
                     values[segment, index] = token
                 elif token == NO_TOKEN:
@@ -192,7 +205,8 @@ class CudaReader:
         self, places: list[_Place], by_place: dict[_Place, list[Ask]], batch: Batch, x: Tensor | None, mark: Mark
     ) -> Callable[[], Values]:
         work = self._sorted([by_place[place] for place in places])
-        logits = self._logits(places, batch, x, work.copied)
+        mixes = [batch.segments[by_place[place][0].segment].mix_of(place.row) for place in places]
+        logits = self._logits(places, batch, x, work.copied, mixes)
         mark("head")
         values: Values = {}
         # An async mask is waited for when the device has all the work it can be given.
@@ -223,13 +237,13 @@ class CudaReader:
         drawn = {
             (ask.segment, ask.index): [self._drawn(row, mate, work, begun, values) for row, mate in work.samplers[at]]
             for at, ask in work.probes
-            if isinstance(ask.what.what, Ranking)
+            if isinstance(ask.readout.what, Ranking)
         }
         return self._probes.begin(work.probes, logits, self._draws.tokens, drawn, lasting=self._lasts(logits))
 
     def _drawn(self, row: int, ask: Ask, work: _Work, begun: _Begun | None, values: Values) -> Drawn | None:
         """What is drawn at a row of logits, as a ranking of it needs to know; None when it is not known yet."""
-        how, key = ask.what.what, (ask.segment, ask.index)
+        how, key = ask.readout.what, (ask.segment, ask.index)
         assert isinstance(how, Sampling)
         token = values.get(key)
         if begun is not None and key in begun.places:
@@ -237,22 +251,22 @@ class CudaReader:
         if not isinstance(token, int):
             return None
         filters = how.top_k or how.top_p < 1 or how.min_p or how.filters_rarely
-        adjusted = row >= len(work.samplers) or not (self._draws.way(how).adjusts or ask.what.bias is not None)
+        adjusted = row >= len(work.samplers) or not (self._draws.way(how).adjusts or ask.readout.bias is not None)
         known = adjusted and (how.temperature == 0 or not filters)
-        return Drawn(token, row, how.temperature if known else None, ask.what.permitted() if known else None)
+        return Drawn(token, row, how.temperature if known else None, ask.readout.permitted() if known else None)
 
     def _settle(self, left: list[tuple[int, Ask]], work: _Work, logits: Tensor, batch: Batch, values: Values) -> None:
         """Probes that the device leaves undecided."""
-        rest = [(at, ask) for at, ask in left if not isinstance(ask.what.what, Ranking)]
+        rest = [(at, ask) for at, ask in left if not isinstance(ask.readout.what, Ranking)]
         if rest:
             values.update(self._slow.answers([a for _, a in rest], [at for at, _ in rest], logits, batch))
         for at, ask in left:
-            if isinstance(what := ask.what.what, Ranking):
+            if isinstance(what := ask.readout.what, Ranking):
                 mates = [mate for _, mate in work.samplers[at]]
                 tokens = [values[mate.segment, mate.index] for mate in mates]
                 bad = bool(logits[at].isnan().any())
-                found = not_a_number() if bad else self._slow.ranked(what, logits[at], mates, tokens, batch)
-                values[ask.segment, ask.index] = found
+                value = not_a_number() if bad else self._slow.ranked(what, logits[at], mates, tokens, batch)
+                values[ask.segment, ask.index] = value
 
     # -- logits ----------------------------------------------------------------------------------------------------
 
@@ -266,11 +280,13 @@ class CudaReader:
         self._out = torch.empty(self._room, c.vocab_size, dtype=torch.float32, device=device)
         self._h = torch.empty(self._room, c.hidden_size, dtype=self.model.dtype, device=device)
 
-    def _logits(self, places: Sequence[_Place], batch: Batch, x: Tensor | None, copied: list[int]) -> Tensor:
+    def _logits(
+        self, places: Sequence[_Place], batch: Batch, x: Tensor | None, copied: list[int], mixes: Mixes
+    ) -> Tensor:
         """Logits [R, V] of these places, in the reader's own buffer, followed by a copy of the `copied` rows."""
         if any(place.row == BEFORE for place in places):
-            rows = [self._residual(place, batch, x) for place in places]
-            logits = self.model.logits(torch.stack(rows), None)
+            rows = torch.stack([self._residual(place, batch, x) for place in places])
+            logits = self._adapted(self.model.logits(rows, None), rows, range(len(rows)), mixes)
             return torch.cat((logits, logits[copied])) if copied else logits
         assert x is not None
         count = len(places)
@@ -280,14 +296,20 @@ class CudaReader:
         else:
             self._grow(count + len(copied))
             logits = self._chosen([self._first + place.row for place in places], x)
+        logits = self._adapted(logits, x, [self._first + place.row for place in places], mixes)
         if not copied:
             return logits
         self._out[count : count + len(copied)] = logits[copied]
         return self._out[: count + len(copied)]
 
+    def head(self, rows: Sequence[int] | None, x: Tensor) -> Tensor:
+        """Logits [R, V] of these rows of x; None: of its only one."""
+        return self._only(x) if rows is None else self._chosen(rows, x)
+
     def _only(self, x: Tensor) -> Tensor:
         """Logits [1, V] of the one row of x."""
         logits, h = self._out[:1], self._h[:1]
+        self.model.before_head(None)
         self._graphs.run(("head", 0, x.data_ptr(), self._name), lambda: self.model.head(x, None, h, logits))
         return logits
 
@@ -303,6 +325,7 @@ class CudaReader:
             self._rows.put(numbers)
             self._sent_rows = rows
         chosen = self._rows.device[:size]
+        self.model.before_head(rows)
         self._graphs.run(("head", size, x.data_ptr(), self._name), lambda: self.model.head(x, chosen, h, logits))
         return logits[:count]
 
@@ -316,38 +339,38 @@ class CudaReader:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _sorted(self, asked: list[list[Ask]]) -> _Work:
+    def _sorted(self, rows: list[list[Ask]]) -> _Work:
         """What is asked at each row of logits, by who does it."""
         work = _Work([], [], [], [], [])
-        for at, asks in enumerate(asked):
+        for at, asks in enumerate(rows):
             work.samplers.append([])
             for ask in asks:
-                row, what = at, ask.what.what
+                row, what = at, ask.readout.what
                 if not isinstance(what, Sampling):
                     work.probes.append((at, ask))
                     continue
                 way = self._draws.way(what)
-                can = way.quick and not ask.what.is_biased
+                can = way.quick and not ask.readout.is_biased
                 apart = can and way.adjusts and len(asks) > 1
                 if apart and len(work.copied) < MOST:
-                    row = len(asked) + len(work.copied)
+                    row = len(rows) + len(work.copied)
                     work.copied.append(at)
                 quick = can and (row != at or not apart)
                 (work.quick if quick else work.slow).append((row, ask))
                 work.samplers[-1].append((row, ask))
         return work
 
-    def _draw(self, asked: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> _Begun:
+    def _draw(self, draws: list[tuple[int, Ask]], logits: Tensor, batch: Batch, values: Values) -> _Begun:
         """Have the device draw tokens of at most MOST asks."""
-        if any(self._draws.way(ask.what.what).adjusts for _, ask in asked):
-            self._draws.adjust(asked, logits)
-        bound = self._draws.bind(asked, values)
-        drawn = [(at, ask) for at, ask in asked if (ask.segment, ask.index) not in values] if values else asked
+        if any(self._draws.way(ask.readout.what).adjusts for _, ask in draws):
+            self._draws.adjust(draws, logits)
+        bound = self._draws.bind(draws, values)
+        drawn = [(at, ask) for at, ask in draws if (ask.segment, ask.index) not in values] if values else draws
         if not drawn:
             return _Begun({}, list)
         positions = np.array([_position(batch, ask) for _, ask in drawn])
         masks = [bound.get((ask.segment, ask.index), -1) for _, ask in drawn] if bound else ()
-        size = self._draws.fill([at for at, _ in drawn], [ask.what for _, ask in drawn], positions, masks)
+        size = self._draws.fill([at for at, _ in drawn], [ask.readout for _, ask in drawn], positions, masks)
         self._launch(logits, size)
         places = {(ask.segment, ask.index): i for i, (_, ask) in enumerate(drawn)}
         return _Begun(places, lambda: self._tell(drawn, values))
@@ -378,5 +401,5 @@ def _position(batch: Batch, ask: Ask) -> int:
 
 def _waits(ask: Ask) -> bool:
     """Whether an async mask binds it."""
-    bound = isinstance(ask.what.what, Sampling) or getattr(ask.what.what, "masked", False)
-    return bound and ask.what.async_mask is not None
+    bound = isinstance(ask.readout.what, Sampling) or getattr(ask.readout.what, "masked", False)
+    return bound and ask.readout.async_mask is not None

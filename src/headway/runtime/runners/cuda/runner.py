@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.kernels.triton import fused
 from headway.kernels.triton.attention import chunk_items
 from headway.kernels.triton.matmul import LEAST, MOST
@@ -89,7 +89,7 @@ class CudaRunner:
         deterministic: bool = False,
     ) -> None:
         self.decoder, self.pool, self.page_size, self.profiler = decoder, pool, page_size, profiler
-        self.model = CudaModel(decoder, pool, deterministic=deterministic)
+        self.model = self.new_model(decoder, pool, deterministic=deterministic)
         pool.clear_pages = fused.clear
         self._graphs = Graphs(graphs and decoder.device.type == "cuda")
         self._decode_reader = CudaReader(self.model, self._graphs, "decode")
@@ -104,6 +104,10 @@ class CudaRunner:
         self._free_buffers: Buffers | None = None
 
     overlaps = True
+
+    def new_model(self, decoder: Decoder, pool: TensorPool, *, deterministic: bool) -> CudaModel:
+        """What computes the forward pass."""
+        return CudaModel(decoder, pool, deterministic=deterministic)
 
     @property
     def decode_limit(self) -> int:
@@ -127,9 +131,9 @@ class CudaRunner:
             hooks = make_hooks(batch, self.model, self.page_size) if inside else None
             self.profiler.begin(batch.computed)
             step = CudaStep(self, batch, is_measured=self.profiler.measuring)
-            x, count = self._forward(batch, hooks) if batch.rows else None, batch.decode_count
-            if x is not None and count:
-                step.logits = self._decode_reader.row_logits(x, count)
+            x, count = self.forward(batch, hooks) if batch.rows else None, batch.decode_count
+            if x is not None and batch.decode is not None:
+                step.logits = self._decode_reader.row_logits(x, batch.decode)
             if x is not None and batch.segments:
                 step.kept = _kept(batch, x[count:])
             if batch.segments:
@@ -155,7 +159,7 @@ class CudaRunner:
         """The graphs so far, in the order in which they were first needed: a step's own, its head, its samplers."""
         return [graph for graph in self._graphs.graphs.values() if graph is not None]
 
-    def _forward(self, batch: Batch, hooks: Hooks | None) -> Tensor:
+    def forward(self, batch: Batch, hooks: Hooks | None) -> Tensor:
         """Residual rows [T, E] of the whole step, decode rows first."""
         numbers, with_chunks = self._layout.read(batch), _attends_much(batch) and not self.model.deterministic
         size = padded(batch.rows, CHUNK_SIZES if with_chunks else SIZES)
@@ -242,6 +246,8 @@ class CudaRunner:
         with torch.inference_mode(), self._where():
             values = {} if step.read is None else step.read()
         step.is_over = True
+        if self._last_read is not None and self._last_read[0] is step:
+            self._last_read = None  # it keeps no adapter alive
         if step.is_measured:
             self.profiler.end(step_bytes(self.decoder, step.batch, self.page_size, self.pool.width))
         return [

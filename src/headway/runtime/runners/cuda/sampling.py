@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
-from headway.base.samplers import Sampling
+from headway.base.specs.samplers import Sampling
 from headway.kernels.transfer import to_device
 from headway.kernels.triton import sampling
 from headway.kernels.triton.sampling import SAMPLER_FLOATS, SAMPLER_INTS, SamplerArrays
@@ -127,10 +127,10 @@ class CudaDraws:
         """Logit masks as bits on the device, and which ask each binds. An error is its ask's value."""
         found: list[tuple[Key, np.ndarray]] = []
         for _, ask in asked:
-            if ask.what.allowed is None and ask.what.async_mask is None:
+            if ask.readout.allowed is None and ask.readout.async_mask is None:
                 continue
             try:
-                allowed = ask.what.permitted()
+                allowed = ask.readout.permitted()
             except HeadwayError as error:  # there is no mask for this row; the others go on
                 values[ask.segment, ask.index] = error
                 continue
@@ -159,11 +159,11 @@ class CudaDraws:
         """Bias and penalties onto the logits of rows that nobody else reads."""
         rows, ends, ids, amounts, ways = [], [0], [], [], []
         for at, ask in asked:
-            how = ask.what.what
+            how = ask.readout.what
             assert isinstance(how, Sampling)
             if not (how.bias or how.penalizes):
                 continue
-            bias, seen, counts = dict(how.bias), set(ask.what.seen), ask.what.generated
+            bias, seen, counts = dict(how.bias), set(ask.readout.seen), ask.readout.generated
             entries = sorted({*bias, *seen, *counts})
             rows.append(at)
             ids += entries

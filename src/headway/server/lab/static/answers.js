@@ -116,6 +116,16 @@ function oneToken(seen, question) {
   });
 }
 
+const RANKS = ["", "", "second", "third", "fourth", "fifth"];
+const RANKED = /how (likely|probable).*\b(second|third|fourth|fifth)\b(?!.*attention)/;
+
+function ranked(seen, question) {
+  const { row } = seen;
+  const rank = RANKS.findIndex((word) => word && question.includes(word));
+  const id = row.order[rank - 1];
+  return [`The ${RANKS[rank]} likeliest token is ${named(seen, id)} with ${percent(row.probs[id])}, after ${Array.from(row.order.slice(0, rank - 1), (one) => `${named(seen, one)} with ${percent(row.probs[one])}`).join(", ")}.`];
+}
+
 function filter(name, label, usual, fits) {
   const word = label.replace("-", "-?");
   return (seen, question) => {
@@ -199,6 +209,8 @@ const sink = (seen) => [`Softmax makes each head spread 100% of its weight over 
 
 const pages = (seen) => [`This sequence of ${many(seen.trace.tokens.length, "token")} takes ${many(seen.trace.pages?.length ?? Math.ceil(seen.trace.tokens.length / seen.trace.page_size), "page")} of ${seen.trace.page_size} slots. Together the pages are the KV cache: the next pass reads them instead of computing those tokens again.`];
 
+const hiddenState = (seen) => [`Each of the ${many(seen.trace.tokens.length, "token")} here has one after each of ${many(seen.source.model.layers, "layer")}. The last one of the last token is compared with every token's own vector, which gives the ${whole(seen.row.size)} logits.`];
+
 const lens = (seen) => [`This model has ${many(seen.source.model.layers, "layer")}; its final best token is ${named(seen, seen.row.order[0])}. The tab “Logit lens” of your Lab shows from which layer on it leads.`];
 
 function advice(seen) {
@@ -214,6 +226,9 @@ function model(seen) {
 
 // Subjects in order of precedence: [words, glossary terms, sentences, subjects it replaces].
 const SUBJECTS = {
+  sums: [/\b(sum|add)s?\b.*\bto (1|one|100)\b/, ["Softmax"], softmaxOf, ["oneToken", "whyLikely", "softmax", "distribution"]],
+  ranked: [RANKED, [], ranked, ["oneToken", "whyLikely", "likeliest", "token", "distribution"]],
+  hidden: [/hidden (state|vector)|embedding/, ["Hidden state"], hiddenState, ["logit", "token"]],
   sink: [/\bsinks?\b|first (token|slot|word).*attention|attention.*first (token|slot|word)/, ["Attention"], sink, ["attention", "whyLikely", "likeliest"]],
   lens: [/\blens\b|(which|what) layer/, ["Logit lens"], lens, ["logit", "model"]],
   zero: [/(temperature|\bt\b)\s*(=|of|is|to|at)?\s*(0|zero)(?![.\d])|divi\w* by (0|zero)/, ["Temperature"], zero, ["heat", "greedy"]],

@@ -22,6 +22,10 @@ export function setKey(value) {
   else sessionStorage.removeItem("headway-key");
 }
 
+export function apiKey() {
+  return key;
+}
+
 /** Send one request; returns the response, or throws a `Failure`. */
 export async function ask(path, body = undefined, { signal, stream = false } = {}) {
   const headers = { accept: "application/json" };

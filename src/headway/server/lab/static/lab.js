@@ -85,7 +85,7 @@ export class LabView {
   }
 
   writeLink() {
-    if (!this.main) return;
+    if (!this.main || !/^#(lab|main)\b/.test(location.hash)) return; // the visitor is leaving: the address is already another page's
     this.written = encode({ ...this.state, model: this.source.model.name });
     history_(`#lab?s=${this.written}`);
   }

@@ -5,6 +5,7 @@ import { announce, fill, h } from "./dom.js";
 import { LabView } from "./lab.js";
 import { LessonView } from "./lesson.js";
 import { reading } from "./reading.js";
+import { ProgramView } from "./program.js";
 import { glossary } from "./words.js";
 
 const POLL_INTERVAL = 5000; // milliseconds between checks of the server
@@ -22,7 +23,7 @@ const app = {
   },
 };
 
-const views = { lesson: new LessonView(app), lab: new LabView(app) };
+const views = { lesson: new LessonView(app), lab: new LabView(app), program: new ProgramView(app) };
 
 // -- the source -------------------------------------------------------------------------------------------------------
 
@@ -136,12 +137,13 @@ let shown = null;
 function show() {
   if (!app.source) return;
   const [name, query = ""] = location.hash.slice(1).split("?");
-  const page = ["home", "read", "glossary", "lab"].includes(name) ? name : name === "main" ? shown ?? "home" : "home";
+  const page = ["home", "read", "glossary", "lab", "program"].includes(name) ? name : name === "main" ? shown ?? "home" : "home";
   const main = document.getElementById("main");
   const moved = shown !== null && shown !== page;
   shown = page;
   for (const view of Object.values(views)) view.leave();
   if (page === "lab") views.lab.enter(main, new URLSearchParams(query));
+  else if (page === "program") views.program.enter(main);
   else if (page === "glossary") fill(main, glossary());
   else if (page === "read") fill(main, reading(app));
   else views.lesson.enter(main);
@@ -150,7 +152,7 @@ function show() {
     if (to === page || (to === "home" && page === "read")) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.title = { lab: "Your Lab", glossary: "Glossary", read: "Reading", home: "The forward pass and sampling" }[page] + " · Headway Lab";
+  document.title = { lab: "Your Lab", program: "A program", glossary: "Glossary", read: "Reading", home: "The forward pass and sampling" }[page] + " · Headway Lab";
   if (moved) {
     main.focus({ preventScroll: true });
     scrollTo(0, 0);

@@ -16,6 +16,8 @@ const PRESETS = [
   ["All off", { ...OFF }], ["Evals: T 0", { ...OFF, temperature: 0 }], ["Chat: T 0.7, top-p 0.9", { ...OFF, temperature: 0.7, top_p: 0.9 }], ["Wild: T 1.5", { ...OFF, temperature: 1.5 }],
 ];
 const STAGES = [["penalties", "Bias & penalties"], ["temperature", "Temperature"], ["top_k", "Top-k"], ["top_p", "Top-p"], ["min_p", "Min-p"], ["typical_p", "Typical"], ["epsilon_cutoff", "Epsilon"], ["eta_cutoff", "Eta"]];
+// Tested against the table of parameters: what `Sampling` has and this page does not.
+const ABSENT = "DRY, XTC and mirostat are not here: they are rules of a generation, which applies them before it draws. A draw at one row, which this page shows and compares with the engine, takes none of them. Requests and programs take dry_multiplier, xtc_probability and mirostat.";
 const SHOWN = 12;
 const PEEK = 4;
 const DRAWS = 200;
@@ -108,7 +110,7 @@ function params(lab, redraw) {
   });
   return h("form", { class: "panel params", onsubmit: (event) => event.preventDefault() }, h("h2", {}, "Sampling parameters"),
     h("div", { class: "row presets", role: "group", "aria-label": "Presets" }, PRESETS.map(([label, values]) => h("button", { type: "button", class: "quiet small", onclick: () => { lab.setParams(values); show(); } }, label))),
-    rows.slice(0, 7), h("h3", {}, "Penalties"), rows.slice(7), h("div", { class: "param" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw));
+    rows.slice(0, 7), h("h3", {}, "Penalties"), rows.slice(7), h("div", { class: "param" }, h("label", { for: seedId }, "Seed"), seed), biasField(lab, redraw), h("p", { class: "soft small", id: "absent" }, ABSENT));
 }
 
 function valid(name, value) {

@@ -15,6 +15,7 @@ export const TERMS = [
   ["Eta", "Keeps the tokens that have at least this probability, or less where the entropy is large."],
   ["Forward pass", "One run of the tokens through all layers. It outputs one score for every possible next token."],
   ["Greedy", "Decoding by argmax at every step. The same prompt gives the same text each time, and often repeats itself."],
+  ["Hidden state", "The vector that stands for a token after a layer: what the layers so far have made of it."],
   ["Logit", "A raw score, before softmax. Only differences between logits matter."],
   ["Logit lens", "Reading a middle layer as if the model ended there: which token would it predict?"],
   ["Mask", "Which slots a token may attend to. Causal lets it see itself and everything before."],

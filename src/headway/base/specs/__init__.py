@@ -1,0 +1,1 @@
+"""What a pass or a generation asks for, as data: samplers, probes, masks, adapters, the generation parameters."""

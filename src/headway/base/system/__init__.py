@@ -1,0 +1,1 @@
+"""This process and its machine: devices, memory, optional packages, logging, the garbage collector."""

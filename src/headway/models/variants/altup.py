@@ -1,0 +1,165 @@
+"""The decoder of a family with residuals side by side (Gemma 3n): AltUp, and a matrix product of low rank beside
+attention.
+
+Every layer predicts all streams [T, n, E] from what they were, computes the active one as an ordinary layer does, and
+corrects the others by what that one got wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.base.dataclass import dataclass
+from headway.kernels.reference.linear import by_rows, linear
+from headway.kernels.reference.lora import Delta
+from headway.models.decoder import DecoderInput, MarkPhase, Mixing, on_hidden
+from headway.models.described import bytes_of
+from headway.models.description import AltUp
+from headway.models.hooks import Hooks
+from headway.models.layers import Linear
+from headway.models.variants.per_layer import PerLayerDecoder, PerLayerLayer
+
+LEAST = 1e-5  # of a mean square that is divided by
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AltUpLayer(PerLayerLayer):
+    """A layer of one of several streams."""
+
+    sparsity: float
+    laurel_down: Linear  # [rank, E]
+    laurel_up: Linear  # [E, rank]
+    laurel_norm: Tensor
+    altup_norm: Tensor
+    altup_router: Linear  # [n, E]
+    altup_predict: Linear  # [n n, n]
+    altup_correct: Linear  # [n, n]
+    altup_scale: Tensor  # [E]
+
+    @property
+    def feeders(self) -> tuple[Any, ...]:
+        more = (self.laurel_down, self.laurel_up, self.altup_router, self.altup_predict, self.altup_correct)
+        return (*super().feeders, *more)
+
+    @property
+    def altup(self) -> AltUp:
+        assert self.description.altup is not None
+        return self.description.altup
+
+    def predict(self, streams: Tensor) -> tuple[Tensor]:
+        """All streams [R, n, E] from what they were."""
+        n = self.altup.streams
+        shares = self.altup_predict(self._kinds(streams[:, self.altup.active])).unflatten(-1, (n, n))
+        return (streams + (shares[..., None] * streams[:, None]).sum(2),)
+
+    def correct(self, predicted: Tensor, x: Tensor) -> tuple[Tensor]:
+        """All streams after the active one is computed to be x [R, E]."""
+        missed = x - predicted[:, self.altup.active]
+        shares = self.altup_correct(self._kinds(x)) + 1.0
+        return (predicted + shares[..., None] * missed[:, None],)
+
+    def _kinds(self, x: Tensor) -> Tensor:
+        """What decides how much streams have of each other, [R, n]."""
+        kinds = self.altup_router(self.norm(x, self.altup_norm) * x.shape[-1] ** -1.0)
+        return torch.tanh(kinds.float()).to(x.dtype)
+
+    def add_attention(self, x: Tensor, h: Tensor, mixed: Tensor, *delta: Delta) -> tuple[Tensor]:
+        """The residual with attention, and with the low-rank product of normed rows h."""
+        (y,) = self.project_out(x, mixed, *delta)
+        return ((y + h + self.norm(self.laurel_up(self.laurel_down(h)), self.laurel_norm)) / math.sqrt(2),)
+
+    def activate(self, x: Tensor, kind: str, *, exact: bool) -> Tensor:
+        if self.sparsity > 0:  # what is below the quantile that a normal distribution would have becomes 0
+            wide = torch.std(x, dim=-1, keepdim=True, unbiased=False) * NormalDist().inv_cdf(self.sparsity)
+            x = torch.relu(x - (x.mean(-1, keepdim=True) + wide))
+        return super().activate(x, kind, exact=exact)
+
+    def add_token_to_others(self, streams: Tensor, inputs: Tensor, *, exact: bool) -> tuple[Tensor]:
+        """All streams, those after the first with what the layer takes of the token."""
+        active = streams[:, self.altup.active]
+        part = self.token_part(active * self.altup_scale if self.altup.scaled else active, inputs, exact=exact)
+        return (torch.cat((streams[:, :1], streams[:, 1:] + part[:, None]), 1),)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AltUpDecoder(PerLayerDecoder):
+    """A decoder of such layers. Hidden states are those of the active stream, and after the last layer of all."""
+
+    layers: tuple[AltUpLayer, ...]  # type: ignore[assignment]
+    altup_spread: Tensor  # [n - 1, E, E]
+    altup_gather: Tensor  # [n - 1, E, E]
+
+    @torch.inference_mode()
+    def forward(
+        self, step: DecoderInput, kv: tuple[Tensor, Tensor], hooks: Hooks, mark: MarkPhase, tile: int | None
+    ) -> Tensor:
+        x = self.embed(step.tokens, step.positions)
+        (streams,) = by_rows(tile, self.spread, x)
+        mark("embed")
+        mixing, how = Mixing(step, kv, self.rotations(step.positions), hooks, mark, tile, x), self.layers[0].altup
+        mark("rope")
+        for l in range(len(self.layers)):
+            on_hidden(hooks, l, streams[:, how.active])
+            streams = self.layer(l, streams, mixing)
+        (x,) = by_rows(tile, self.gather, streams)
+        on_hidden(hooks, len(self.layers), x)
+        return x
+
+    def layer(self, l: int, x: Tensor, mixing: Mixing) -> Tensor:
+        layer, tile, exact = self.layers[l], mixing.tile, mixing.tile is not None
+        (predicted,) = by_rows(tile, layer.predict, x)
+        active = predicted[:, layer.altup.active]
+        (h,) = by_rows(tile, layer.norm_in, active)
+        mixing.mark("norm")
+        active = self.mix(l, active, h, mixing)
+        (h,) = by_rows(tile, layer.norm_mlp, active, active)
+        mixing.mark("norm")
+        active = self._feed_forward(l, active, h, mixing.step, tile)
+        (x,) = by_rows(tile, layer.correct, predicted, active)
+        (x,) = by_rows(tile, partial(layer.add_token_to_others, exact=exact), x, self.inputs(l, mixing))
+        mixing.mark("feed-forward")
+        return x
+
+    def mix(self, l: int, x: Tensor, h: Tensor, mixing: Mixing) -> Tensor:
+        mixed, layer = self.attend(l, h, mixing), self.layers[l]
+        (x,) = by_rows(mixing.tile, layer.add_attention, x, h, mixed, *mixing.step.delta(l, "out", mixed))
+        mixing.mark("output projection")
+        return x
+
+    def token_rows(self, table: Tensor, own: slice, tokens: Tensor) -> Tensor:
+        return table[torch.where(tokens < len(table), tokens, 0), own]  # a token without a row has that of 0
+
+    def spread(self, x: Tensor) -> tuple[Tensor]:
+        """The streams [R, n, E] of embedded rows: others are as large as the first."""
+        others = [_as_large_as(x, linear(x, matrix)) for matrix in self.altup_spread]
+        return (torch.stack((x, *others), 1),)
+
+    def gather(self, streams: Tensor) -> tuple[Tensor]:
+        """The residual [R, E] of all streams: their mean, where they are as large as the first."""
+        first, *others = streams.unbind(1)
+        pairs = zip(others, self.altup_gather, strict=True)
+        parts = [first, *(_as_large_as(first, linear(x, matrix)) for x, matrix in pairs)]
+        return (torch.stack(parts).mean(0),)
+
+    def nbytes(self) -> dict[str, int]:
+        size = super().nbytes()
+        spread, gather = bytes_of(self.altup_spread), bytes_of(self.altup_gather)
+        return {**size, "embed": size["embed"] + spread, "head": size["head"] + gather}
+
+    def rows_of_each_kind(self, x: Tensor) -> list[Tensor]:
+        (streams,), layer = self.spread(x), self.layers[0]
+        q = layer.project(x)[0]
+        more = [streams, *self.gather(streams), *layer.predict(streams), *layer.add_attention(x, x, q)]
+        return [*more, *layer.norm_in(x), q, *layer.feed_forward(x, x, exact=True), self.head(x, None)]
+
+
+def _as_large_as(x: Tensor, y: Tensor) -> Tensor:
+    """y with the mean square of x, row by row."""
+    size, own = (each.square().mean(-1, keepdim=True) for each in (x, y))
+    return y * size.sqrt() / own.clamp(min=LEAST).sqrt()

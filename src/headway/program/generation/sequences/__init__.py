@@ -1,0 +1,1 @@
+"""Several sequences from one context: beams, or independent draws."""

@@ -1,0 +1,1 @@
+"""The client's connection: frames, numbered messages, and who waits for them."""

@@ -1,0 +1,1 @@
+"""Both sides' reading and writing of messages: bytes, values, the numbers they agree on (`docs/protocol.md`)."""

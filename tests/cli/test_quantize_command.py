@@ -1,0 +1,24 @@
+"""`headway quantize`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.hf import random_hf, save_hf
+
+
+def test_the_command_writes_a_model_and_overwrites_none(tmp_path: Path, headway: Callable[..., Any]) -> None:
+    _, model = random_hf("llama", 2, hidden_size=64, intermediate_size=96)
+    folder = save_hf(tmp_path, model)
+    done = headway("quantize", str(folder), "--to", "int4", "--out", str(tmp_path / "out"), "--json")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(done.stdout)
+    assert written["tensors"] == 14
+    assert written["bytes_after"] < written["bytes_before"]
+    again = headway("quantize", str(folder), "--to", "int4", "--out", str(tmp_path / "out"))
+    assert again.returncode == 2
+    assert "exists; nothing is overwritten" in again.stderr
+    assert "give --to FORMAT and --out PATH" in headway("quantize", str(folder)).stderr

@@ -1,0 +1,114 @@
+"""GGUF files as llama.cpp computes them: its logits on the files that tests write, F32 tensors and KV cache.
+
+Needs a Python with llama-cpp-python in HEADWAY_TEST_LLAMA_PYTHON.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+import headway as hw
+from headway.models.quantized.write import quantize_model
+from support.checks import all_logits, random_tokens
+from support.gguf_families import write_family
+from support.gguf_files import write_gguf
+from support.hf import random_hf, save_hf
+from support.hf_families import family_model
+
+PYTHON = os.environ.get("HEADWAY_TEST_LLAMA_PYTHON")
+SCRIPT = Path(__file__).parents[1] / "support" / "llama_logits.py"
+NEAR = 1e-4  # of the largest logit
+TABLED = 2e-3  # the same where llama.cpp takes gelu from a table of float16
+GELU = ("gemma", "gpt2", "gpt-neox", "falcon", "starcoder2")  # families with it
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="HEADWAY_TEST_LLAMA_PYTHON names no Python with llama-cpp-python"),
+]
+FAMILIES = (
+    *("gemma", "gemma2-head-scale", "gemma3-pattern", "phi3", "phi3-partial", "olmo2", "smollm3-every-fourth"),
+    *("granite", "granite-moe", "cohere2-pattern", "stablelm", "stablelm-parallel-normed", "gpt2", "gpt-neox"),
+    *("gpt-neox-serial", "falcon", "falcon-new", "starcoder2", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe"),
+    *("gpt-oss", "llama4-published"),
+)
+# Left out, as llama.cpp may not compute it as transformers does: the windows of three families, and yarn, of which it
+# rounds the range that is blended, which GPT-OSS does not. And what its files do not have: biases, or a model without
+# them, and OLMoE with fewer heads of keys.
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "gpt-neox-serial": {"attention_bias": True},
+    "cohere2-pattern": {"attention_bias": False},
+    "falcon-new": {"bias": False},
+    "olmoe": {"num_key_value_heads": 4},
+    **{name: {"sliding_window": None} for name in ("phi3", "starcoder2", "mixtral")},
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+}
+
+
+def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
+    assert PYTHON is not None
+    out = path.with_suffix(".npy")
+    done = subprocess.run(
+        [PYTHON, str(SCRIPT), str(path), ",".join(map(str, tokens)), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return np.load(out)
+
+
+def near(name: str) -> float:
+    return TABLED if name.startswith(GELU) else NEAR
+
+
+def assert_near(ours: np.ndarray, theirs: np.ndarray, share: float = NEAR) -> None:
+    assert np.abs(ours - theirs[:, : ours.shape[1]]).max() <= share * max(1, np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_plain_families(arch: str, tmp_path: Path) -> None:
+    _, model = random_hf(arch, 2)
+    path, tokens = write_gguf(tmp_path / "m.gguf", model, metadata=_no_vocabulary), random_tokens(97, 40)
+    with hw.Engine(path, pages=8, threads=1) as engine:
+        assert_near(all_logits(engine, tokens), llama_logits(path, tokens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families(name: str, tmp_path: Path) -> None:
+    _, model = family_model(name, seed=3, **DIFFERENT.get(name, {}))
+    path = write_family(tmp_path / "m.gguf", save_hf(tmp_path, model), model, metadata=_no_vocabulary)
+    tokens = random_tokens(97, 40)
+    with hw.Engine(path, pages=8, threads=2) as engine:
+        assert_near(all_logits(engine, tokens), llama_logits(path, tokens), near(name))
+
+
+@pytest.mark.parametrize("name", ["gemma3-pattern", "phi3-partial", "gpt2", "granite-moe", "falcon"])
+def test_files_that_are_made_of_folders(name: str, tmp_path: Path) -> None:
+    _, model = family_model(name, seed=3)
+    path, tokens = tmp_path / "out.gguf", random_tokens(97, 40)
+    quantize_model(save_hf(tmp_path, model), "F32", path, vocabulary={"tokenizer.ggml.model": "no_vocab"})
+    with hw.Engine(path, pages=8, threads=2) as engine:
+        assert_near(all_logits(engine, tokens), llama_logits(path, tokens), near(name))
+
+
+@pytest.mark.parametrize("to", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0", "Q8_0"])
+def test_quantized_files_are_read_by_llama_cpp(to: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    _, model = random_hf("llama", 2, **sizes)
+    source = write_gguf(tmp_path / "m.gguf", model, metadata=_no_vocabulary)
+    quantize_model(source, to, tmp_path / "out.gguf")
+    tokens = random_tokens(97, 20)
+    theirs = llama_logits(tmp_path / "out.gguf", tokens)
+    with hw.Engine(tmp_path / "out.gguf", pages=8, threads=1, dtype="float32") as engine:
+        assert_near(all_logits(engine, tokens), theirs, 0.08)  # it quantizes activations; of K kinds 256 in a group
+
+
+def _no_vocabulary(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("no_vocab")
