@@ -18,6 +18,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 Build = Callable[[hw.Context, int], Any]  # a generation for sequence i
-SECTIONS = ("step", "quantized", "decode", "small", "batch", "many", "prompt", "window", "peers")
+SECTIONS = ("step", "quantized", "decode", "small", "batch", "many", "prompt", "window", "load", "peers")
 
 
 @dataclass(frozen=True)
@@ -395,6 +396,21 @@ class Bench:
                 note=f"full attention {full:.2f} ms: {full / part:.2f} times",
             )  # fmt: skip
 
+    def load(self) -> None:
+        """A safetensors folder from the page cache to the device, and process start to first token."""
+        from gpu_loading import measure, write_folder
+
+        s = self.size
+        with tempfile.TemporaryDirectory() as folder:
+            size = write_folder(Path(folder), s.big, self.device)
+            self.clear()
+            found = [measure(Path(folder), 64) for _ in range(s.repeats + 1)][1:]
+        loaded, first, start = (statistics.median(f[name] for f in found) for name in ("load", "first", "start"))
+        note = f"{size / 1e9:.1f} GB in {loaded:.2f} s, everything that opening an engine does counted"
+        self.add(f"{s.big}, loading from the page cache", size / loaded / 1e9, "GB/s", target=5, note=note)
+        note = f"{start:.2f} s of it until torch, Headway and the device are there"
+        self.add(f"{s.big}, process start to first token", first, "s", note=note)
+
     def peers(self) -> None:
         """The same work by transformers, beside what this run has found of Headway."""
         from gpu_peers import compare, installed, whole_run
@@ -441,6 +457,8 @@ def run(bench: Bench, sections: Sequence[str]) -> None:
         bench.prompt()
     if "window" in sections:
         bench.window()
+    if "load" in sections:
+        bench.load()
     if "peers" in sections:
         bench.peers()
 

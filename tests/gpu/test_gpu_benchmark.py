@@ -23,7 +23,8 @@ def test_every_section_is_measured(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu.json").read_text())["results"]
     works = " ".join(row["work"] for row in found)
     assert all(
-        word in works for word in ("1 sequence", "whole run", "prompt", "masks", "sampler", "constraint", "window")
+        word in works
+        for word in ("1 sequence", "whole run", "prompt", "masks", "sampler", "constraint", "window", "loading")
     )
     assert all(row["value"] > 0 for row in found if row["unit"] != "%" and "grammar" not in row["work"])
     (grammars,) = (row for row in found if "grammar" in row["work"])

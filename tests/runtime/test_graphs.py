@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from headway.runtime.runners.cuda.graphs import SIZES, Graphs, describe, padded
+from headway.runtime.runners.cuda.graphs import MORE_MEMORY, SIZES, Graphs, describe, padded
 
 
 def test_work_without_graphs_runs_every_time() -> None:
@@ -54,11 +54,23 @@ class Full:
 def test_where_there_is_no_memory_for_a_graph_its_kernels_are_launched(error: Exception) -> None:
     done: list[int] = []
     device: Any = Full(error)
-    graphs = Graphs(enabled=True, _capture=device)
+    graphs = Graphs(enabled=True, _capture=device, _free_memory=lambda: 0)
     for i in range(4):
         graphs.run(("step", 8), lambda i=i: done.append(i))
     assert done == [0, 1, 2, 3]
     assert (device.tried, graphs.captured) == (1, 0)
+
+
+def test_a_graph_that_found_no_memory_is_tried_again_when_memory_came_free() -> None:
+    device: Any = Full(torch.OutOfMemoryError("CUDA out of memory."))
+    free = [1000]
+    graphs = Graphs(enabled=True, _capture=device, _free_memory=lambda: free[-1])
+    tried = []
+    for more in (0, 0, 0, MORE_MEMORY - 1, 1, 0, MORE_MEMORY):
+        free.append(free[-1] + more)
+        graphs.run(("step", 8), lambda: None)
+        tried.append(device.tried)
+    assert tried == [0, 1, 1, 1, 2, 2, 3]
 
 
 def test_what_else_goes_wrong_in_a_capture_is_told() -> None:

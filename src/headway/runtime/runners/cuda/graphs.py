@@ -21,6 +21,7 @@ from headway.runtime.memory import is_out_of_memory
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Of steps whose attention uses the matrix units. 448 rows are not among them: cuBLAS takes as long for them as for 700.
 CHUNK_SIZES = (*range(64, 385, 64), *range(512, 1025, 64))
+MORE_MEMORY = 64 << 20  # bytes that must have come free before a graph that found no memory is tried again
 MOST = 4 * len(SIZES)  # graphs that are kept: steps, heads and samplers of every size, and some that look elsewhere
 
 
@@ -38,8 +39,9 @@ class Graphs:
     graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = field(default_factory=dict)  # None: seen once
     _used: dict[Hashable, int] = field(default_factory=dict)
     _runs: int = 0
-    _refused: set[Hashable] = field(default_factory=set)  # there was no memory to capture these
+    _refused: dict[Hashable, int] = field(default_factory=dict)  # found no memory, and how much was free then
     _capture: _Capture | None = None
+    _free_memory: Callable[[], int] = field(default_factory=lambda: free_memory)
 
     def run(self, key: Hashable | None, work: Callable[[], object]) -> None:
         """Do the work, which launches the same kernels on the same memory whenever the key is the same.
@@ -52,7 +54,7 @@ class Graphs:
         self._runs += 1
         self._used[key] = self._runs
         graph = self.graphs.get(key)
-        if graph is None and self.enabled and key in self.graphs and key not in self._refused:
+        if graph is None and self.enabled and key in self.graphs and self._may_fit(key):
             graph = self._captured(key, work)
         if graph is not None:
             graph.replay()
@@ -73,12 +75,17 @@ class Graphs:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._refused.add(key)
+            self._refused[key] = self._free_memory()
             log_event(f"no memory is left for a graph of {describe(key)}; it is launched kernel by kernel")
             return None
+        self._refused.pop(key, None)
         seconds = round(time.perf_counter() - start, 3)
         log_event(f"captured a graph of {describe(key)}", seconds=seconds, graphs=self.captured)
         return graph
+
+    def _may_fit(self, key: Hashable) -> bool:
+        """Whether there may be memory for its graph: it was not refused, or memory has come free since."""
+        return key not in self._refused or self._free_memory() >= self._refused[key] + MORE_MEMORY
 
     def forget(self, which: Callable[[tuple[object, ...]], bool]) -> None:
         """Drop graphs by their keys, because the memory they use goes."""
@@ -99,7 +106,12 @@ class Graphs:
             del self.graphs[oldest]
         if len(self._used) > 2 * self.most:
             self._used = {key: self._used.get(key, 0) for key in self.graphs}
-            self._refused &= self.graphs.keys()
+            self._refused = {key: free for key, free in self._refused.items() if key in self.graphs}
+
+
+def free_memory() -> int:
+    """Bytes that a capture could take: what the device has free, and what torch keeps and would give back."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def describe(key: Hashable) -> str:
