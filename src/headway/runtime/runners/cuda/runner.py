@@ -41,8 +41,9 @@ from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.runtime.runners.cuda.adapters import CudaAdapter
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
+from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
-from headway.runtime.runners.cuda.model import Buffers, CudaModel, DeviceStep
+from headway.runtime.runners.cuda.model import CudaModel, DeviceStep
 from headway.runtime.runners.cuda.readout import CudaReader, Values
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold

@@ -86,7 +86,7 @@ class SplitCudaModel(CudaModel):
         which = self._first(len(h)) if rows is None else rows
         fused.norm(x, self.decoder.final_norm, self.config.norm_eps, h, rows=which)
         if self.deterministic:
-            exact.matmul(h, self._output, part, tile=self._exact(len(h)), ahead=self.ahead)
+            exact.matmul(h, self._output, part, tile=self.matmuls.exact_tile(len(h)), ahead=self.ahead)
         elif self.dtype == torch.float32:
             torch.mm(h, self._output.t(), out=part)
         else:

@@ -1,0 +1,37 @@
+"""Device memory for the intermediates of a forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headway.kernels.triton import quantized
+from headway.models.decoder import Decoder
+
+
+class Buffers:
+    """Buffers for the intermediates of `rows` rows. Kernels of one stream use it in turn."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        c, dtype, device = decoder.config, decoder.dtype, decoder.device
+
+        def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(rows, *shape, dtype=kind, device=device)
+
+        self.rows = rows
+        self.x, self.h, self.delta = (empty(c.hidden_size) for _ in range(3))
+        self.qkv = empty((c.heads + 2 * c.kv_heads) * c.head_dim)
+        self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, c.head_dim)
+        self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
+        self.cs = empty(2, len(decoder.inv_freq), kind=torch.float32)
+        self._halves: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def halves(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room in float16 for rows, normed [R, E], between gate and down [R, F], and out of attention [R, H, D]."""
+        if not self._halves or len(self._halves[-1][0]) < rows:  # what is given stays: graphs go on using it
+            size = min(self.rows, max(rows, quantized.FEW))
+            shapes = (self.h[:size], self.inner[:size], self.mixed[:size])
+            h, inner, mixed = (torch.empty_like(t, dtype=torch.float16) for t in shapes)
+            self._halves.append((h, inner, mixed))
+        h, inner, mixed = self._halves[-1]
+        return h[:rows], inner[:rows], mixed[:rows]
