@@ -20,6 +20,7 @@ from headway.base.errors import Closed, HeadwayError, RankLost
 from headway.base.events import StepEvent
 from headway.base.specs.samplers import UNDECIDED
 from headway.base.system.log import log_event
+from headway.base.system.switch_interval import WHILE_IN_FLIGHT, SwitchInterval
 from headway.kv.allocator import Allocator, Edit
 from headway.kv.states import States
 from headway.kv.table import PageTable
@@ -43,7 +44,6 @@ from headway.runtime.step_costs import StepCosts
 from headway.runtime.worker.gathering import Gathering
 from headway.runtime.worker.in_flight import Failed, Started
 from headway.runtime.worker.notifier import Notifier
-from headway.runtime.worker.switch_interval import SwitchInterval
 
 IDLE_SECONDS = 30.0  # without work until memory goes back to the system
 
@@ -97,7 +97,7 @@ class Loop:
         self._died: BaseException | None = None
         self._lost: RankLost | None = None  # what the worker stops for, wherever it is
         self._on_start, self._on_idle = on_start, on_idle
-        self._switch_interval = SwitchInterval()
+        self._switch_interval = SwitchInterval(WHILE_IN_FLIGHT)
         self._notifier = Notifier()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
         self._thread.start()
@@ -341,6 +341,7 @@ class Loop:
             self._die(e)
         finally:
             self._since = None
+            self._switch_interval.set(on=False)
             self._notifier.stop()
 
     def _next(self) -> bool:
@@ -388,7 +389,7 @@ class Loop:
             started, self._in_flight = self._in_flight, None
             self._apply(started)
         self._computing = self._in_flight is not None
-        self._switch_interval.set(in_flight=self._computing)
+        self._switch_interval.set(on=self._computing)  # the device must not wait while programs take tokens
         if self._runner.overlaps:
             self._deliver(now=self._in_flight is None)
 
