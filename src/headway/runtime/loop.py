@@ -29,12 +29,13 @@ from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Chunk, needed_pages
 from headway.runtime.decode import Decode
 from headway.runtime.edits import carry_out
-from headway.runtime.job import Job, Queue
+from headway.runtime.job import FetchedFiles, Job, Queue
 from headway.runtime.memory import step_error
 from headway.runtime.outcome import resolve, wake_all
 from headway.runtime.passes import Pass
 from headway.runtime.runners.base import NoRunner, Runner, SegmentResult, StepResult
 from headway.runtime.scheduler.admission import check_admission
+from headway.runtime.scheduler.cache_tiers import CacheTiers
 from headway.runtime.scheduler.job_states import JobStates
 from headway.runtime.scheduler.kv_cache import KVCache
 from headway.runtime.scheduler.plan import Scheduler
@@ -148,6 +149,18 @@ class Loop:
         """Let a decoding sequence end after the token in flight, if there is one. The caller holds the lock."""
         if job.decode is not None and job.decodes and not job.decode.over:
             job.decode.finish(job)
+
+    def use_tiers(self, tiers: CacheTiers) -> None:
+        """Keep pages that leave the prefix cache."""
+        with self.lock:
+            self.kv_cache.tiers, tiers.on_fetched = tiers, self._fetched
+            self._allocator.on_evicted = tiers.host.keep
+
+    def _fetched(self, job: Job, files: FetchedFiles) -> None:
+        """What a pass waited for has been read from files."""
+        with self.lock:
+            self.kv_cache.fetched(job, files)
+            self._changed.notify_all()
 
     def next_token(self, job: Job) -> int | None:
         """The next token of a decoding sequence, if there is one. The caller holds the lock."""
@@ -446,6 +459,8 @@ class Loop:
         self._applied = now
         with self.lock:
             self.step_costs.note(plan.batch.rows, alone)
+            if self.kv_cache.tiers is not None and not plan.decode_jobs:
+                self.kv_cache.tiers.computed(plan.batch.rows, alone)
             self._scheduler.took(plan, alone)
             self._scheduler.apply(plan, result, None if self._in_flight is None else self._in_flight.plan)
             returning = 0 if plan.decode_jobs else sum(job.decode is None for job, _ in self._scheduler.outbox)
@@ -497,7 +512,7 @@ class Loop:
     def _ready(self) -> bool:
         """Whether a step can be planned without the programs that have yet to receive their results."""
         self.drain()
-        queued = sum(job.after is None and not job.resting for job in self._queue)
+        queued = sum(job.is_waiting for job in self._queue)
         ready = queued > 0 and self._gathering.is_complete(queued) and not self._suspended
         return bool(self._calls or self._closing or self._lost) or ready
 
@@ -525,7 +540,7 @@ class Loop:
         self._gathering.end()
 
     def _has_work(self) -> bool:
-        return not self._suspended and any(not job.resting for job in self._queue)
+        return not self._suspended and any(not (job.resting or job.waits_for_files) for job in self._queue)
 
     def _rest(self) -> None:
         """While somebody else takes the steps (headway.testing): only calls run on this thread."""
