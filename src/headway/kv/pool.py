@@ -135,6 +135,11 @@ class HostPool:
         self._parts = (self.keys, self.values)
 
     @property
+    def pages(self) -> int:
+        """How many there are, with page 0."""
+        return self.raw.shape[2]
+
+    @property
     def nbytes(self) -> int:
         return self.raw.nbytes
 
@@ -156,7 +161,7 @@ class HostPool:
         for edit in in_runs(edits):
             match edit:
                 case list():
-                    self.raw[:, :, edit] = 0
+                    self._clear(edit)
                 case Clear(page, start):
                     for part in self._parts:
                         part[:, page, start:] = 0
@@ -175,6 +180,9 @@ class HostPool:
                     store.save(places, names, pages, self.read)
                 case Load(source, places, names, pages):
                     self.write(pages, source.load(places, names))
+
+    def _clear(self, pages: list[int]) -> None:
+        self.raw[:, :, pages] = 0
 
     def _gather(self, edit: Gather) -> None:
         pages, places = np.array(edit.pages, np.int64), np.array(edit.places, np.int64)
