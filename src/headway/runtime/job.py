@@ -60,6 +60,7 @@ class Job:
     waiters: list[tuple[AbstractEventLoop, AsyncFuture[None]]] = field(default_factory=list)
     on_success: Callable[[Mapping[int, object]], None] = _keep_all  # called under the lock when the table advances
     on_undo: Callable[[], None] = _nothing  # called under the lock when a pass that succeeded is taken back
+    follow_up: Callable[[], None] | None = None  # submits what comes next: see `Loop._follow_up`
     done: int = 0  # tokens computed or found in the prefix cache
     started: bool = False
     pages: list[int] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Job:
     def settle(self) -> None:
         """Its result was delivered: it can no longer be undone, and keeps nothing alive."""
         self.before = self.then = None
-        self.on_success, self.on_undo = _keep_all, _nothing
+        self.on_success, self.on_undo, self.follow_up = _keep_all, _nothing, None
 
     @property
     def remaining(self) -> int:

@@ -178,6 +178,7 @@ class Loop:
         Whoever still waits for it gets the error; without one it counts as cancelled.
         """
         with self.lock:
+            job.follow_up = None
             if job.then is not None and (job in self._queue or job.before is not None):
                 self.abandon(job.then, error)
             if job.decodes:
@@ -401,10 +402,21 @@ class Loop:
         if self._in_flight is not None and (self._one_by_one or not self._runner.overlaps):
             started, self._in_flight = self._in_flight, None
             self._apply(started)
+        followed = self._in_flight is None and self._follow_up()
         self._computing = self._in_flight is not None
-        self._switch_interval.set(on=self._computing)  # the device must not wait while programs take tokens
-        if self._runner.overlaps:
+        self._switch_interval.set(on=self._computing or followed)  # the device must not wait while programs take tokens
+        if self._runner.overlaps and not followed:
             self._deliver(now=self._in_flight is None)
+
+    def _follow_up(self) -> bool:
+        """Have a pass that has ended, with no other in the queue, submit what comes next before its program hears of it,
+        so that the device need not wait for other threads. Whether it has; its result is then delivered while the next
+        step runs."""
+        follow_ups = [job.follow_up for job, error in self._scheduler.outbox if error is None]
+        if len(follow_ups) != 1 or follow_ups[0] is None or self._queue:
+            return False
+        follow_ups[0]()
+        return len(self._queue) > 0
 
     def _must_finish(self, started: Started) -> bool:
         """Whether nothing may begin before this step is applied."""
