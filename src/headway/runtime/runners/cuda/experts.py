@@ -14,7 +14,7 @@ from headway.models.description import Experts
 from headway.runtime.runners.cuda.buffers import ExpertBuffers
 from headway.runtime.runners.cuda.matmuls import Matmuls
 
-ONE_BY_ONE = 2  # times the experts: fewer pairs of rows and experts than that are multiplied one by one
+ONE_BY_ONE = 0.5  # times the experts: so many pairs of rows and experts, or fewer, are multiplied one by one
 
 
 @dataclass(frozen=True, eq=False)
