@@ -19,7 +19,7 @@ from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import HostPool, Pool
-from headway.models.capabilities import check_split, why_no_native_layers, why_no_triton_layers
+from headway.models.capabilities import check_split, why_llama_alone, why_no_native_layers, why_no_triton_layers
 from headway.models.config import ModelConfig, read_config
 from headway.models.quantized.cache import WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder
@@ -246,7 +246,8 @@ def open_backend(
     if reason is not None:
         need_torch(f"computing this model without the native step ({reason})", _extra(device))
         config = read_config(model) if isinstance(model, Path) else model.config
-        fast = why_not_triton(device, settings) or why_no_triton_layers(config)
+        fast = why_not_triton(device, settings)
+        fast = fast or (why_no_triton_layers(config) if quantize is None else why_llama_alone(config))
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
         if settings.native == "require" and fast is not None:
@@ -322,7 +323,7 @@ def open_ranks(
         kept = pick_dtype(dtype, device, stored)
     else:
         stored, kept = None, dtype_name(model.dtype)
-    fast = why_not_triton(device, settings) or why_no_triton_layers(config)
+    fast = why_not_triton(device, settings) or why_llama_alone(config)
     ranks = Ranks(size, torch.device(device.type, device.index or 0) if device.type == "cuda" else torch.device("cpu"))
     try:
         assert not isinstance(model, QuantizedDecoder)

@@ -22,13 +22,11 @@ class BoundWeights:
 
     def __init__(self, decoder: QuantizedDecoder, windows: Sequence[Window]) -> None:
         self._decoder, c = decoder, decoder.config
-        ropes = c.description.ropes or (c.rope,) * c.layers
-        self._ropes = [rope for rope in dict.fromkeys(ropes) if rope.dim]
+        self._ropes, sets = c.rope_sets
         rows = np.broadcast_to(decoder.inv_freq, (c.layers, decoder.inv_freq.shape[-1]))
-        self._inv_freq = np.ascontiguousarray(rows[[ropes.index(rope) for rope in self._ropes]])
+        self._inv_freq = np.ascontiguousarray(rows[[sets.index(i) for i in range(len(self._ropes))]])
         self._rope_halves = np.array([rope.dim // 2 for rope in self._ropes], np.int32)
         self._rope_scales = np.array([rope.scale for rope in self._ropes], np.float32)
-        sets = [self._ropes.index(rope) if rope.dim else -1 for rope in ropes]
         self._layers = (LayerStruct * c.layers)(
             *(self._layer(i, layer, windows.index(c.windows[i]), sets[i]) for i, layer in enumerate(decoder.layers))
         )

@@ -43,8 +43,9 @@ from headway.runtime.runners.cuda.adapters import CudaAdapter
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
-from headway.runtime.runners.cuda.model import CudaModel, DeviceStep
+from headway.runtime.runners.cuda.model import CudaModel
 from headway.runtime.runners.cuda.readout import CudaReader, Values
+from headway.runtime.runners.cuda.steps import DeviceStep
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
 FEW = 4  # rows of a sequence that attention takes one by one
