@@ -34,6 +34,7 @@ from headway.models.layers import DecoderLayer
 from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.matmuls import Matmuls
+from headway.runtime.runners.cuda.prompts import CausalPrompt, attend_prompt, can_take_prompts, cudnn_attention
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -47,14 +48,16 @@ AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: ea
 @dataclass(frozen=True, eq=False)
 class DeviceStep:
     """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
-    one (None: all of them) and those of `items` [n, 2] together. `needed` [r] are the rows whose residual somebody
-    reads, where these are few (None: all of them); some may be there twice. With `hooks` it is launched by hand."""
+    one (None: all of them), those of `items` [n, 2] together, and `prompts` each by itself. `needed` [r] are the rows
+    whose residual somebody reads, where these are few (None: all of them); some may be there twice. With `hooks` it is
+    launched by hand."""
 
     ints: Tensor
     rows: int
     count: int
     singles: Tensor | None = None
     items: Tensor | None = None
+    prompts: Sequence[CausalPrompt] = ()
     needed: Tensor | None = None
     hooks: Hooks | None = None
     hooks_from: int = 0  # the row that hooks count from: decode rows have none
@@ -81,6 +84,8 @@ class CudaModel:
         self.ahead = can_go_ahead(self.device)
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
+        plain = not deterministic and self.windows == (None,)
+        self.takes_prompts = plain and can_take_prompts(self.device, self.dtype, c.head_dim)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
         self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
@@ -188,7 +193,7 @@ class CudaModel:
         prefill nobody reads what comes after."""
         l, layer, n, r = len(self.decoder.layers) - 1, self.decoder.layers[-1], step.count, len(needed)
         assert step.adapters is None, "their tiles stand for all rows"
-        self._attention(l, replace(step, singles=needed, items=None), buffers, mark)
+        self._attention(l, replace(step, singles=needed, items=None, prompts=()), buffers, mark)
         x, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.mixed))
         h, delta = buffers.h[:r], buffers.delta[:r]
         self.matmuls.linear(mixed.flatten(1), layer.out, delta)
@@ -227,18 +232,24 @@ class CudaModel:
                     which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
                 )  # fmt: skip
             return
-        if step.items is None or n <= tiled.MOST or self._beside is None:
+        has_long = step.items is not None or step.prompts
+        if not has_long or n <= tiled.MOST or self._beside is None:
             self._attend_singles(q, mixed, paged, step, ahead=self.ahead)
-            if step.items is not None:
-                attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+            self._attend_long(q, mixed, paged, step)
             return
         # Single rows read memory and chunks compute: beside each other they take little longer than the longer one.
         main = torch.cuda.current_stream()
         self._beside.wait_stream(main)
         with torch.cuda.stream(self._beside):
             self._attend_singles(q, mixed, paged, step, ahead=False)
-        attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        self._attend_long(q, mixed, paged, step)
         main.wait_stream(self._beside)
+
+    def _attend_long(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
+        if step.items is not None:
+            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        for prompt in step.prompts:
+            attend_prompt(q, mixed, paged, prompt, cudnn_attention)
 
     def _attend_singles(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep, *, ahead: bool) -> None:
         row_bytes = q.shape[2] * q.element_size()

@@ -44,6 +44,7 @@ from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, e
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
 from headway.runtime.runners.cuda.model import CudaModel, DeviceStep
+from headway.runtime.runners.cuda.prompts import CausalPrompt, find_prompts
 from headway.runtime.runners.cuda.readout import CudaReader, Values
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
@@ -64,8 +65,9 @@ class StepParts:
     needed: list[int]
 
     @classmethod
-    def of(cls, batch: Batch, tokens: int) -> StepParts:
-        first, long = batch.decode_count, [s for s in batch.segments if len(s.rows) > FEW]
+    def of(cls, batch: Batch, tokens: int, prompts: Sequence[CausalPrompt] = ()) -> StepParts:
+        first, others = batch.decode_count, {prompt.row for prompt in prompts}
+        long = [s for s in batch.segments if len(s.rows) > FEW and first + s.rows.start not in others]
         singles = [*range(first), *(first + row for s in batch.segments if len(s.rows) <= FEW for row in s.rows)]
         items = chunk_items([(first + s.rows.start, len(s.rows)) for s in long], tokens)
         return cls(singles, items, [] if batch.adapters is not None else _needed(batch))
@@ -200,7 +202,8 @@ class CudaRunner:
 
     def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, hooks: Hooks | None) -> Tensor:
         """A step of any number of rows, kernel by kernel: long segments on the matrix units, other rows one by one."""
-        count, parts = batch.rows, StepParts.of(batch, self.model.chunk)
+        count, prompts = batch.rows, find_prompts(batch) if self.model.takes_prompts else []
+        parts = StepParts.of(batch, self.model.chunk, prompts)
         needed = [] if self.model.deterministic or hooks is not None else parts.needed
         places, used = [], even(self._layout.size(numbers, rows))
         for some in (parts.items, parts.singles, needed):
@@ -220,6 +223,7 @@ class CudaRunner:
             count,
             singles=device[places[1]],
             items=device[places[0]].view(-1, 2) if parts.items else None,
+            prompts=prompts,
             needed=device[places[2]] if needed else None,
             hooks=hooks,
             hooks_from=batch.decode_count,
