@@ -120,7 +120,7 @@ def _is_plain(segment: Segment) -> bool:
     """Whether it is long, nothing is masked, and no page before it is missing."""
     numbers = segment.numbers
     whole = len(numbers) > 0 and int(numbers[-1]) == len(numbers) - 1
-    return len(segment.rows) >= LEAST and whole and all(m is None for m in segment.masks)
+    return len(segment.rows) >= LEAST and whole and segment.masks.count(None) == len(segment.masks)
 
 
 def _is_hopper(device: torch.device) -> bool:
