@@ -94,6 +94,7 @@ class DecodeRows:
     seeds: np.ndarray  # of the readouts, uint64
     adapters: Mixes | None = None  # as in Segment
     states: np.ndarray | None = None  # [N, 2] places of the recurrent state before and after each row, if there is one
+    group: object = None  # the same object while rows are of the same sequences, each one slot on
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -23,6 +23,7 @@ from headway.kernels.triton import attention, fused, layout, quantized
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
+from headway.kernels.triton.attention_parts import attend_shared
 from headway.kernels.triton.fused import HeadConfig
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
@@ -35,6 +36,7 @@ from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.matmuls import Matmuls
 from headway.runtime.runners.cuda.prompts import CausalPrompt, attend_prompt, can_take_prompts, cudnn_attention
+from headway.runtime.runners.cuda.shared_pages import SharedRoom, SharedStep
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -48,9 +50,9 @@ AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: ea
 @dataclass(frozen=True, eq=False)
 class DeviceStep:
     """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
-    one (None: all of them), those of `items` [n, 2] together, and `prompts` each by itself. `needed` [r] are the rows
-    whose residual somebody reads, where these are few (None: all of them); some may be there twice. With `hooks` it is
-    launched by hand."""
+    one (None: all of them), those of `items` [n, 2] together, and `prompts` each by itself; `shared` are pages that
+    single rows share. `needed` [r] are the rows whose residual somebody reads, where these are few (None: all of them);
+    some may be there twice. With `hooks` it is launched by hand."""
 
     ints: Tensor
     rows: int
@@ -58,6 +60,7 @@ class DeviceStep:
     singles: Tensor | None = None
     items: Tensor | None = None
     prompts: Sequence[CausalPrompt] = ()
+    shared: SharedStep | None = None
     needed: Tensor | None = None
     hooks: Hooks | None = None
     hooks_from: int = 0  # the row that hooks count from: decode rows have none
@@ -85,6 +88,7 @@ class CudaModel:
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
         plain = not deterministic and self.windows == (None,)
+        self.shared_room = SharedRoom(c.heads, c.head_dim, self.device) if plain else None
         self.takes_prompts = plain and can_take_prompts(self.device, self.dtype, c.head_dim)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
@@ -253,13 +257,18 @@ class CudaModel:
 
     def _attend_singles(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep, *, ahead: bool) -> None:
         row_bytes = q.shape[2] * q.element_size()
+        shared = None
+        if step.shared is not None:
+            assert self.shared_room is not None
+            shared = self.shared_room.keys(step.shared)
+            attend_shared(q, paged, shared, step.shared.members, step.shared.items)
         for which in _in_calls(step.singles):
             count = step.count if which is None else len(which)
             few = which is not None and count < MANY_SINGLES
             splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._scratch_for(splits, count),
-                which=which, tile=pick_tile(count, splits, row_bytes), ahead=ahead,
+                which=which, tile=pick_tile(count, splits, row_bytes), shared=shared, ahead=ahead,
             )  # fmt: skip
 
     def _scratch_for(self, splits: Splits, rows: int) -> Scratch:
