@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
+from headway.base.specs.brle import Brle  # noqa: E402
 from headway.kernels.triton import attention, layout  # noqa: E402
 from headway.kernels.triton.attention_parts import attend_shared  # noqa: E402
-from headway.runtime.batch import DecodeRows  # noqa: E402
+from headway.runtime.batch import Batch, DecodeRows  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.runtime.runners.cuda import shared_pages  # noqa: E402
 from headway.runtime.runners.cuda.arrays import StepInts  # noqa: E402
@@ -102,10 +104,6 @@ def test_a_page_that_is_being_written_is_not_shared(share_all: None) -> None:
 
 
 def test_rows_with_masks_of_their_own_share_nothing(share_all: None) -> None:
-    from dataclasses import replace
-
-    from headway.base.specs.brle import Brle
-
     pool, rows = finder(), decode_rows(tables([1, 2, 3], [1, 2, 4], [1, 2, 5]), [8, 8, 8], object())
     mask = Brle.from_intervals(9, [(2, 9)])
     step = pool.find(replace(rows, masks=(None, mask, None)))
@@ -114,7 +112,7 @@ def test_rows_with_masks_of_their_own_share_nothing(share_all: None) -> None:
     assert pool.find(replace(rows, masks=(mask, mask, None))) is None
 
 
-@settings(max_examples=40 if DEVICE == "cuda" else 6, deadline=None)
+@settings(max_examples=40 if DEVICE == "cuda" else 5, deadline=None)
 @given(st.data())
 def test_attention_over_shared_pages_equals_dense_attention(data: st.DataObject) -> None:
     heads, kv_heads, dim = 4, 2, 16
@@ -130,8 +128,6 @@ def test_attention_over_shared_pages_equals_dense_attention(data: st.DataObject)
     pool[:, 0] = float("nan")
     keys, values = (p.transpose(1, 2) for p in pool)
     ints = StepInts((None,), SIZE)
-    from headway.runtime.batch import Batch
-
     none = np.empty(0, np.int64)
     batch = Batch(none, none, none, none, (), rows)
     numbers = ints.read(batch, None if step is None else step.starts)
@@ -172,20 +168,19 @@ def tree(rng: np.random.Generator, count: int) -> tuple[list[np.ndarray], list[i
 
 
 async def forks(engine: hw.Engine) -> list[list[int]]:
-    """Decoding forks of two prompts, one of them with a mask, among sequences that share nothing."""
+    """Decoding forks of forks, one of them with a mask, beside a sequence that shares nothing."""
     rng = np.random.default_rng(5)
-    async with engine.context() as root, engine.context() as other, engine.context() as lone:
-        await root.fill(rng.integers(0, V, 37).tolist()).flush()
-        child = root.fork().fill(rng.integers(0, V, 35).tolist())
+    async with engine.context() as root, engine.context() as lone:
+        await root.fill(rng.integers(0, V, 17).tolist()).flush()
+        child = root.fork().fill(rng.integers(0, V, 16).tolist())
         await child.flush()
-        await other.fill(rng.integers(0, V, 20).tolist()).flush()
-        twins = [root.fork().fill([i]) for i in range(2)] + [child.fork().fill([i]) for i in range(3)]
-        all_rows = [*twins, other.fork().fill([1]), lone.fill([5, 6])]
+        twins = [root.fork().fill([i]) for i in range(2)] + [child.fork().fill([i]) for i in range(2)]
+        all_rows = [*twins, lone.fill([5, 6])]
 
         async def one(i: int, ctx: hw.Context) -> list[int]:
             how = hw.Multinomial(seed=i)
-            mask = hw.Mask.window(20) if i == 1 else None
-            return await ctx.generate(how, max_tokens=5 + i, stop_only=True, attention_mask=mask).tokens()
+            mask = hw.Mask.window(10) if i == 1 else None
+            return await ctx.generate(how, max_tokens=4 + i % 2, stop_only=True, attention_mask=mask).tokens()
 
         return list(await asyncio.gather(*(one(i, ctx) for i, ctx in enumerate(all_rows))))
 
@@ -208,4 +203,4 @@ def test_forks_decode_the_same_tokens_as_by_torch(monkeypatch: pytest.MonkeyPatc
         with hw.Engine(random_model(device=DEVICE, **sizes), pages=64, threads=1) as engine:
             found[mode] = engine.run(forks)
     assert found["triton"] == found["off"]
-    assert shared > 5
+    assert shared > 2
