@@ -30,7 +30,7 @@ def copy_seconds() -> float:
 
 
 class HoldMeter:
-    """The longest hold in a `with`, in CPU seconds, and where it was. The client's thread, which enters, is left out."""
+    """The longest hold in a `with`, in CPU seconds, and where it was. The client's thread is left out."""
 
     def __init__(self) -> None:
         self.longest, self.where = 0.0, ""

@@ -92,7 +92,7 @@ def runs(edits: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
     run: list[Edit] = []
     read: set[int] = set()
     for edit in edits:
-        if not read.isdisjoint(_written(edit)):
+        if read and not read.isdisjoint(_written(edit)):
             yield tuple(run)
             run, read = [], set()
         run.append(edit)
@@ -103,6 +103,8 @@ def runs(edits: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
 
 def _read(edit: Edit) -> tuple[int, ...]:
     match edit:
+        case Clear():
+            return ()
         case Copy(source):
             return (source,)
         case Gather(pages):

@@ -22,6 +22,7 @@ from headway.kernels.triton import attention, fused, layout, quantized
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
+from headway.kernels.triton.attention_parts import attend_shared
 from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
@@ -34,6 +35,8 @@ from headway.runtime.runners.cuda.adapters import CudaAdapters
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
+from headway.runtime.runners.cuda.prompts import attend_prompt, can_take_prompts, cudnn_attention
+from headway.runtime.runners.cuda.shared_pages import SharedRoom
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
 
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -63,6 +66,10 @@ class CudaModel:
         self.ahead = can_go_ahead(self.device)
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
+        alike = all(cap == 0.0 and sinks is None for cap, sinks in self._softmax)
+        plain = alike and not deterministic and self.windows == (None,)
+        self.shared_room = SharedRoom(c.heads, c.head_dim, self.device) if plain else None
+        self.takes_prompts = plain and can_take_prompts(self.device, self.dtype, c.head_dim)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
         self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
@@ -193,7 +200,7 @@ class CudaModel:
         prefill nobody reads what comes after."""
         l, layer, n, r = len(self.decoder.layers) - 1, self.decoder.layers[-1], step.count, len(needed)
         assert step.adapters is None, "their tiles stand for all rows"
-        self._attention(l, replace(step, singles=needed, items=None), buffers, mark)
+        self._attention(l, replace(step, singles=needed, items=None, prompts=()), buffers, mark)
         x, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.mixed))
         h, delta = buffers.h[:r], buffers.delta[:r]
         self.matmuls.linear(mixed.flatten(1), layer.out, delta)
@@ -233,28 +240,39 @@ class CudaModel:
                     which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
                 )  # fmt: skip
             return
-        if step.items is None or n <= tiled.MOST or self._beside is None:
+        has_long = step.items is not None or step.prompts
+        if not has_long or n <= tiled.MOST or self._beside is None:
             self._attend_singles(q, mixed, paged, step, ahead=self.ahead)
-            if step.items is not None:
-                attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+            self._attend_long(q, mixed, paged, step)
             return
         # Single rows read memory and chunks compute: beside each other they take little longer than the longer one.
         main = torch.cuda.current_stream()
         self._beside.wait_stream(main)
         with torch.cuda.stream(self._beside):
             self._attend_singles(q, mixed, paged, step, ahead=False)
-        attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        self._attend_long(q, mixed, paged, step)
         main.wait_stream(self._beside)
+
+    def _attend_long(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
+        if step.items is not None:
+            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        for prompt in step.prompts:
+            attend_prompt(q, mixed, paged, prompt, cudnn_attention)
 
     def _attend_singles(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep, *, ahead: bool) -> None:
         row_bytes = q.shape[2] * q.element_size()
+        shared = None
+        if step.shared is not None:
+            assert self.shared_room is not None
+            shared = self.shared_room.keys(step.shared)
+            attend_shared(q, paged, shared, step.shared.members, step.shared.items)
         for which in _in_calls(step.singles):
             count = step.count if which is None else len(which)
             few = which is not None and count < MANY_SINGLES
             splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._scratch_for(splits, count),
-                which=which, tile=pick_tile(count, splits, row_bytes), ahead=ahead,
+                which=which, tile=pick_tile(count, splits, row_bytes), shared=shared, ahead=ahead,
             )  # fmt: skip
 
     def _scratch_for(self, splits: Splits, rows: int) -> Scratch:
