@@ -27,6 +27,7 @@ from headway.kernels.triton.fused import HeadConfig
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
+from headway.kernels.triton.scaled_rows import Unscaled
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
 from headway.models.hooks import Hooks
@@ -34,6 +35,7 @@ from headway.models.layers import DecoderLayer
 from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.matmuls import Matmuls
+from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
 
 Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -86,6 +88,7 @@ class CudaModel:
         self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
         self.adapters = CudaAdapters(c, decoder.dtype, self.device, half=self.is_quantized)
         self.matmuls = Matmuls(decoder, self.adapters, deterministic=deterministic)
+        self._scaled = ScaledLayers(self.matmuls) if is_scaled(decoder) else None
 
     def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
@@ -94,7 +97,9 @@ class CudaModel:
         mark("embed")
         fused.angles(step.ints, step.rows, buffers.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
         mark("rope")
-        if self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
+        if self._scaled is not None:
+            self._scaled_rows(self._scaled, step, buffers, mark)
+        elif self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
             self._quantized_rows(step, buffers, mark)
         elif self.deterministic:
             self._rows(step, buffers, mark)
@@ -153,6 +158,18 @@ class CudaModel:
             self.matmuls.low_rank((l, "down"), inner, x, step.adapters, factor=1 / quantized.INNER)
             mark("feed-forward")
 
+    def _scaled_rows(self, layers: ScaledLayers, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """The same for any number of rows with weights in fp8, whose matmuls take rows in fp8."""
+        last = len(self.decoder.layers) - 1
+
+        def attend(l: int, unscaled: Unscaled | None) -> Tensor:
+            some = l == last and step.needed is not None
+            which = replace(step, singles=step.needed, items=None) if some else step
+            self._attention(l, which, buffers, mark, unscaled=unscaled)
+            return buffers.mixed[: step.count]
+
+        layers.rows(ScaledStep(buffers.x[: step.count], buffers, step.adapters, step.needed, attend, mark))
+
     def _rows(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
         many = self.matmuls.padded_rows(n, buffers)
@@ -203,11 +220,20 @@ class CudaModel:
         fused.add(x, delta)
         buffers.x.index_copy_(0, needed.long(), x)
 
-    def _attention(self, l: int, step: DeviceStep, buffers: Buffers, mark: Mark, out: Tensor | None = None) -> None:
+    def _attention(
+        self,
+        l: int,
+        step: DeviceStep,
+        buffers: Buffers,
+        mark: Mark,
+        out: Tensor | None = None,
+        *,
+        unscaled: Unscaled | None = None,
+    ) -> None:
         n, (keys, values) = step.count, self._kv[l]
         q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
         fused.rotate_and_write(
-            buffers.qkv[:n], q, keys, values, step.ints, step.rows, buffers.cs[:n], self._heads[l], self.ahead
+            buffers.qkv[:n], q, keys, values, step.ints, step.rows, buffers.cs[:n], self._heads[l], self.ahead, unscaled
         )
         mark("rope")
         paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
