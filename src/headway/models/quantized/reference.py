@@ -18,7 +18,7 @@ from headway.base.dataclass import dataclass
 from headway.kernels.host.quantized import QuantizedMatrix
 from headway.kernels.reference import ordered
 from headway.kernels.reference.ordered_matmul import OrderedMatrix
-from headway.kernels.reference.quantized import dequantize, dequantize_rows, tensor
+from headway.kernels.reference.quantized import dequantize, dequantize_rows, e4m3_rows, tensor
 from headway.models.config import ModelConfig
 from headway.models.decoder import Attention, Decoder
 from headway.models.described import DescribedDecoder, DescribedLayer
@@ -103,7 +103,7 @@ def _described_parts(model: QuantizedDecoder, quantized: bool) -> dict[str, Any]
 def float_decoder(decoder: Decoder) -> Decoder:
     """A decoder of any device and dtype in float32 on the CPU.
 
-    Matrices in a format of CUDA devices are dequantized, and take activations rounded to float16, as there.
+    Matrices in a format of CUDA devices are dequantized, and take activations as there: in fp8, or rounded to float16.
     """
 
     def wide(x: Tensor) -> Tensor:
@@ -112,7 +112,8 @@ def float_decoder(decoder: Decoder) -> Decoder:
     def linear(x: Any) -> Linear:
         kept = isinstance(x, Linear)
         weight = wide(x.weight if kept else replace(x, dtype=torch.float32).weight)
-        return (Linear if kept else HalfLinear)(weight, None if x.bias is None else wide(x.bias))
+        make = Linear if kept else ScaledLinear if x.kind == "fp8" else HalfLinear
+        return make(weight, None if x.bias is None else wide(x.bias))
 
     def layer(x: DecoderLayer) -> DecoderLayer:
         parts: dict[str, Any] = {n: None if (w := getattr(x, n)) is None else wide(w) for n in NORMS}
@@ -137,6 +138,14 @@ class HalfLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x.half().float())
+
+
+class ScaledLinear(Linear):
+    """A matrix that takes activations in fp8, with a scale for each row."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        quants, scales = e4m3_rows(x)
+        return super().__call__(quants.float() * scales)
 
 
 def reference_bytes(decoder: Decoder) -> int:

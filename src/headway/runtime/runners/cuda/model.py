@@ -27,6 +27,7 @@ from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
+from headway.kernels.triton.scaled_rows import Unscaled
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
 from headway.models.families import is_llama_like
@@ -36,6 +37,7 @@ from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
 from headway.runtime.runners.cuda.prompts import attend_prompt, can_take_prompts, cudnn_attention
+from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
 from headway.runtime.runners.cuda.shared_pages import SharedRoom
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
 
@@ -84,6 +86,7 @@ class CudaModel:
         ]
         if not is_llama_like(c):
             self._describe(decoder)
+        self._scaled = ScaledLayers(self.matmuls) if is_scaled(decoder) else None
 
     def _describe(self, decoder: Any) -> None:
         """Compute the layers that a `DescribedDecoder` has."""
@@ -105,6 +108,8 @@ class CudaModel:
         mark("rope")
         if self._described is not None:
             self._described.forward(step, buffers, mark)
+        elif self._scaled is not None:
+            self._scaled_rows(self._scaled, step, buffers, mark)
         elif self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
             self._quantized_rows(step, buffers, mark)
         elif self.deterministic:
@@ -165,6 +170,18 @@ class CudaModel:
             self.matmuls.low_rank((l, "down"), inner, x, step.adapters, factor=1 / quantized.INNER)
             mark("feed-forward")
 
+    def _scaled_rows(self, layers: ScaledLayers, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """The same for any number of rows with weights in fp8, whose matmuls take rows in fp8."""
+        last = len(self.decoder.layers) - 1
+
+        def attend(l: int, unscaled: Unscaled | None) -> Tensor:
+            some = l == last and step.needed is not None
+            which = replace(step, singles=step.needed, items=None, prompts=()) if some else step
+            self._attention(l, which, buffers, mark, unscaled=unscaled)
+            return buffers.mixed[: step.count]
+
+        layers.rows(ScaledStep(buffers.x[: step.count], buffers, step.adapters, step.needed, attend, mark))
+
     def _rows(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
         many = self.matmuls.padded_rows(n, buffers)
@@ -215,11 +232,22 @@ class CudaModel:
         fused.add(x, delta)
         buffers.x.index_copy_(0, needed.long(), x)
 
-    def _attention(self, l: int, step: DeviceStep, buffers: Buffers, mark: Mark, out: Tensor | None = None) -> None:
+    def _attention(
+        self,
+        l: int,
+        step: DeviceStep,
+        buffers: Buffers,
+        mark: Mark,
+        out: Tensor | None = None,
+        *,
+        unscaled: Unscaled | None = None,
+    ) -> None:
         n, (keys, values), ropes = step.count, self._kv[l], self._rope_sets[l]
         q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
         cs = None if ropes < 0 else buffers.angles[ropes][:n]
-        fused.rotate_and_write(buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead)
+        fused.rotate_and_write(
+            buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead, unscaled
+        )
         mark("rope")
         scale, (cap, sinks) = self.config.attention_scale, self._softmax[l]
         paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], scale, cap, sinks)
