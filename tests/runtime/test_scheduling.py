@@ -23,7 +23,7 @@ from headway.runtime.scheduler.order import BID_LIMIT
 from headway.testing import random_model, scripted_engine, scripted_result
 from support.eventually import eventually
 from support.scripted import Hand, V, by_hand, check_pages, continued, faulty_engine, greedy, numbers, plain
-from support.watched import WatchedRunner
+from support.watched import PatientRunner
 
 POISON = 13
 
@@ -71,22 +71,6 @@ def test_a_long_prompt_advances_beside_decodes_that_fill_every_step() -> None:
         assert steps <= 5 * (PATIENCE + 2)  # a chunk of the prompt every PATIENCE steps
 
 
-def wait_for_programs(engine: hw.Engine) -> None:
-    """On the worker, before a step: until the programs have taken every token that was drawn for them."""
-
-    def have_taken_all() -> bool:
-        with engine._lock:
-            return not any(job.decode is not None and job.decode.buffer for job in engine._loop.jobs())
-
-    eventually(have_taken_all)
-
-
-def patient_engine(**options: Any) -> hw.Engine:
-    """A scripted engine whose steps leave the programs their time, however busy the machine is."""
-    engine = faulty_engine(lambda batch: wait_for_programs(engine), **options)
-    return engine
-
-
 def test_a_running_generation_gets_a_token_every_step_while_a_long_prompt_comes_in() -> None:
     arrived: list[int] = []
     prompt = numbers(4000)
@@ -111,7 +95,8 @@ def test_a_running_generation_gets_a_token_every_step_while_a_long_prompt_comes_
         assert out.token(handle) == plain(prompt)
         return out.stats.steps
 
-    with patient_engine(pages=400, max_batch_tokens=128) as engine, engine.events(limit=1 << 16) as events:
+    with scripted_engine(pages=400, max_batch_tokens=128) as engine, engine.events(limit=1 << 16) as events:
+        PatientRunner(engine)
         chunks = engine.run(program)
         assert chunks >= 31
         assert len(arrived) >= chunks // 2
@@ -168,11 +153,11 @@ def steady_mean(engine: hw.Engine) -> float:
     return sum(steady) / len(steady)
 
 
-class PatientRunner(WatchedRunner):
-    """The engine's own, which begins when all 64 are there and leaves them their time."""
+class PatientlyStarting(PatientRunner):
+    """Begins when all 64 are there."""
 
     def before(self, batch: Batch) -> None:
-        wait_for_programs(self.engine)
+        super().before(batch)
         if self.engine.stats().steps == 0:
             eventually(lambda: self._contexts() == 64)
 
@@ -188,7 +173,7 @@ def test_64_programs_decode_in_batches_of_56_and_more(kind: str) -> None:
     else:
         made = hw.Engine(random_model(layers=4, hidden_size=256, intermediate_size=512), pages=600, threads=1)
     with made as engine:
-        PatientRunner(engine)
+        PatientlyStarting(engine)
         assert steady_mean(engine) >= 56
 
 
