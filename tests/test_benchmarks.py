@@ -57,6 +57,18 @@ def test_concurrency_measures_every_section_and_describes_the_machine(tmp_path: 
     assert all(section in table for section in found)
 
 
+@pytest.mark.slow
+def test_cache_tiers_computes_less_with_tiers(tmp_path: Path) -> None:
+    done = _benchmark("cache_tiers.py", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((tmp_path / "cache_tiers.json").read_text())["results"]
+    alone, host, files = found["rows"]
+    assert host["computed"] < alone["computed"]
+    assert (alone["host hits"], alone["folder hits"], host["folder hits"]) == (0, 0, 0)
+    assert all(row["errors"] == 0 and row["first token ms p50"] > 0 for row in (alone, host, files))
+    assert "host memory and a folder" in (tmp_path / "cache_tiers.txt").read_text()
+
+
 def test_the_text_about_clusters_is_what_its_numbers_say() -> None:
     results = ROOT / "benchmarks/results"
     assert (results / "scale.txt").read_text() == report(results)

@@ -127,7 +127,7 @@ def test_what_cannot_be_written_is_a_miss_and_is_forgotten() -> None:
                 raise MemoryError("no room")
             super().write(places, data)
 
-    store = PageStore(Full(2, pool.page_shape, "float32"), 2)
+    store = PageStore(Full(2, pool.page_shape, np.dtype(np.float32)), 2)
     tier = HostTier(store, 2)
     (save,) = tier.keep([(1, key(1))])
     pool.apply([save])
@@ -443,7 +443,7 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
 
 def test_both_memories_are_what_the_store_needs() -> None:
     memories: list[PlaceMemory] = [
-        HostPlaces(2, (1, 2, 2, 1, 2), "float32"),
+        HostPlaces(2, (1, 2, 2, 1, 2), np.dtype(np.float32)),
         TensorPlaces(2, (1, 2, 2, 1, 2), torch.float32, torch.device("cpu")),
     ]
     assert [memory.page_bytes for memory in memories] == [32, 32]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headway.base.arrays import FLOAT_NAMES, STORED
+from headway.base.arrays import STORED
 from headway.kernels.host.rope import rerotate
 from headway.kv import host_memory
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
@@ -211,7 +211,7 @@ class HostPool:
         return math.prod(self.page_shape) * self.width
 
     def new_places(self, count: int) -> HostPlaces:
-        return HostPlaces(count, self.page_shape, FLOAT_NAMES[self.raw.dtype])
+        return HostPlaces(count, self.page_shape, self.raw.dtype)
 
     def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         return data.copy().view(self.raw.dtype).reshape(shape)  # as the file has it, it may be unaligned

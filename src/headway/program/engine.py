@@ -190,6 +190,7 @@ class Engine(Closing):
         self._runner_is_given = runner is not None
         if runner is None:
             runner = self._new_runner()
+        self._tiers = open_tiers(self, tiers)
         self._loop = Loop(
             runner,
             self._allocator,
@@ -202,7 +203,6 @@ class Engine(Closing):
             on_idle=partial(give_back_when_idle, weakref.ref(self)),
             on_start=partial(loaded.backend.use_threads, count),
         )
-        self._tiers = open_tiers(self, tiers)
         if self._tiers is not None:
             self._loop.use_tiers(self._tiers)
         weakref.finalize(self, _end, self._loop, loaded, self._tiers)  # when it is garbage, or still open at exit

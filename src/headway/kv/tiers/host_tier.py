@@ -23,7 +23,7 @@ class HostTier:
 
     def __init__(self, store: PageStore, total: int) -> None:
         self.store, self.total = store, total
-        self._at_once = pages_at_once(store.memory.page_bytes, total)
+        self.at_once = pages_at_once(store.memory.page_bytes, total)  # pages of one edit, at most
         self._free = list(range(total - 1, -1, -1))
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self.saved = self.loaded = self.dropped = 0
@@ -50,7 +50,7 @@ class HostTier:
             if place is None:
                 self.dropped += 1
                 continue
-            if place in chosen or len(chosen) == self._at_once:
+            if place in chosen or len(chosen) == self.at_once:
                 edits.append(self._save(chosen))
                 chosen = {}
             chosen[place] = page, key
@@ -84,8 +84,8 @@ class HostTier:
         """The copies that bring these pages back, to pages of the pool."""
         self.loaded += len(keys)
         edits = []
-        for first in range(0, len(keys), self._at_once):
-            part = slice(first, first + self._at_once)
+        for first in range(0, len(keys), self.at_once):
+            part = slice(first, first + self.at_once)
             names = tuple(self._name(key) for key in keys[part])
             edits.append(Load(self.store, tuple(places[part]), names, tuple(pages[part])))
         return edits

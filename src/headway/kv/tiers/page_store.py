@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headway.base.arrays import STORED
 from headway.base.errors import PassFailed
 from headway.base.system.log import log_event
 from headway.kv import host_memory
@@ -123,8 +122,7 @@ class FetchedPages:
 class HostPlaces:
     """Places beside a `HostPool`: an array [places, L, 2, page, Hkv, D] that takes memory when it is written."""
 
-    def __init__(self, places: int, page_shape: Sequence[int], dtype: str) -> None:
-        kind = STORED[dtype]
+    def __init__(self, places: int, page_shape: Sequence[int], kind: np.dtype) -> None:
         self.page_bytes, self._shape = math.prod(page_shape) * kind.itemsize, tuple(page_shape)
         memory = host_memory.lazy_zeros(places * self.page_bytes)
         self._pages = np.frombuffer(memory, kind).reshape(places, *page_shape)

@@ -101,10 +101,12 @@ class CacheTiers:
             page_of = dict(zip(keys, pages[: len(keys)], strict=True))
             edits: list[Load] = self.host.load(here, places, [page_of[key] for key in here])
             read = [key for key in keys if key not in set(here)]
+            for first in range(0, len(read), self.host.at_once):
+                part = read[first : first + self.host.at_once]
+                source = FetchedPages(self.host.store.memory, [files[key] for key in part])
+                names = tuple(PageName(key, self.host.store.generation) for key in part)
+                edits.append(Load(source, tuple(range(len(part))), names, tuple(page_of[key] for key in part)))
             if read:
-                source = FetchedPages(self.host.store.memory, [files[key] for key in read])
-                names = tuple(PageName(key, self.host.store.generation) for key in read)
-                edits.append(Load(source, tuple(range(len(read))), names, tuple(page_of[key] for key in read)))
                 job.fetched = FetchedFiles(self.host.store.generation, {})
             for edit in edits:
                 allocator.edit(edit)

@@ -69,7 +69,9 @@ class KVCache:
         cached = self._find(keys[:readable], job)
         if self.states is not None:
             cached = [] if table.is_preempted else cached[: self.states.hits(keys, len(cached))]
-        if len(cached) < readable and (self._in_progress(keys, len(cached), job) or self._fetch(job, keys, readable)):
+        if len(cached) < readable and self._in_progress(keys, len(cached), job):
+            return Start.WAITS
+        if len(cached) < readable and not force and self._fetch(job, keys, readable):
             return Start.WAITS
         old = self._old_pages(table, job)
         here = [page for _, page in (*old, *cached) if page is not None]
