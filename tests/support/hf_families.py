@@ -363,6 +363,15 @@ PER_LAYER: dict[str, dict[str, dict[str, Any]]] = {
             "altup_num_inputs": 3,
             "final_logit_softcapping": 6.0,
         },
+        "gemma3n-published": {
+            **LAYERS,
+            "num_hidden_layers": 10,
+            "layer_types": None,
+            "intermediate_size": 84,
+            "num_kv_shared_layers": 4,
+            "activation_sparsity_pattern": [0.95] * 3 + [0.0] * 7,
+            "laurel_rank": 64,
+        },
         "gemma3n-second-stream": {
             **LAYERS,
             "num_hidden_layers": 5,

@@ -73,6 +73,7 @@ class Family:
     kv_heads: int | None = None  # when the config is silent; else as many as heads
     inner: int | None = None  # hidden sizes that the feed-forward has when the config is silent
     inner_by_layer: bool = False  # its config may list a size of the feed-forward for each layer
+    gguf_by_layer: bool = False  # its GGUF files may list those, and numbers of key heads
     eps: float | None = None  # when the config is silent
     partial: float = 1.0  # share of a head that is rotated when the config is silent
     tied: bool = False  # when the config is silent
