@@ -18,6 +18,7 @@ from headway.models.families.family import Family
 from headway.models.families.windows import gguf_sizes
 from headway.models.files.quantization import read_scheme
 from headway.models.keys import LARGEST, Keys
+from headway.models.nested import text_config
 from headway.models.rope_keys import gguf_rope, hf_rope
 from headway.models.weights import shapes
 
@@ -196,6 +197,7 @@ def read_config(path: Path) -> ModelConfig:
 
 def from_hf(data: Mapping[str, Any]) -> ModelConfig:
     """The config of a Hugging Face config.json, with current or older key names."""
+    data = text_config(data)
     names = data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise BadModelFile(f"config.json: architectures is {names!r}; it must be a list with one name")

@@ -82,6 +82,7 @@ class Family:
     latent: bool = False  # its GGUF files have latent attention: values narrower than keys, yarn of its own
     experts: bool = False  # files of several families may have one GGUF architecture
     model_types: tuple[str, ...] = ()  # what its config.json calls itself
+    outer: Mapping[str, str] = field(default_factory=dict)  # models that it is the text model of, and its name there
     defaults: Mapping[str, Any] = field(default_factory=dict)  # other keys when the config is silent
     keys: Mapping[str, str] = field(default_factory=dict)  # its spelling of Llama's keys
     gguf_keys: Mapping[str, str] = field(default_factory=dict)

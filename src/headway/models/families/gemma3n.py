@@ -153,6 +153,7 @@ FAMILY = Family(
     name="gemma3n",
     architectures=("Gemma3nForCausalLM",),
     model_types=("gemma3n_text",),
+    outer={"Gemma3nForConditionalGeneration": "gemma3n_text"},
     gguf="gemma3n",
     gguf_by_layer=True,
     qkv_bias="attention_bias",

@@ -168,6 +168,7 @@ FAMILY = Family(
     name="gemma4",
     architectures=("Gemma4ForCausalLM",),
     model_types=("gemma4_text",),
+    outer={"Gemma4ForConditionalGeneration": "gemma4_text"},
     gguf="gemma4",
     gguf_by_layer=True,
     qkv_bias="attention_bias",
