@@ -365,11 +365,10 @@ PER_LAYER: dict[str, dict[str, dict[str, Any]]] = {
         },
         "gemma3n-published": {
             **LAYERS,
-            "num_hidden_layers": 10,
             "layer_types": None,
             "intermediate_size": 84,
-            "num_kv_shared_layers": 4,
-            "activation_sparsity_pattern": [0.95] * 3 + [0.0] * 7,
+            "num_kv_shared_layers": 1,
+            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
             "laurel_rank": 64,
         },
         "gemma3n-second-stream": {
