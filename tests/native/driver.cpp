@@ -270,6 +270,7 @@ Results step(const Shape& s, int threads, int seed = 0) {
                gated ? any(s.inner, s.hidden) : hw_matrix{}, any(s.inner, s.hidden), any(s.hidden, s.inner)};
     if (X && below(3)) {
       w.router = any(X, s.hidden), w.expert_gate = each(G, s.hidden), w.expert_up = each(G, s.hidden), w.expert_down = each(s.hidden, G);
+      if (!s.own_layers) w.gate = w.up = w.down = hw_matrix{};
       if (shared) w.shared_gate = any(shared, s.hidden), w.shared_up = any(shared, s.hidden), w.shared_down = any(s.hidden, shared), w.shared_router = any(1, s.hidden);
     }
     if (!some()) w.norm_in = norm(biased), w.norm_mlp = norm(biased);
@@ -328,8 +329,8 @@ Results step(const Shape& s, int threads, int seed = 0) {
   });
   Sequences q(s, VOCAB);
   const int T = (int)q.tokens.size(), hooks = 3;
-  const int values = LAYERS * (s.latent ? 1 : 2) * narrow, shared = s.own_layers ? (sharing ? 0 : 2 * OWN_DIM) - values / LAYERS : 0;
-  const size_t cells = (size_t)(values + shared) * q.all_pages * s.page;
+  const int values = LAYERS * (s.latent ? 1 : 2) * narrow, other = s.own_layers ? (sharing ? 0 : 2 * OWN_DIM) - values / LAYERS : 0;
+  const size_t cells = (size_t)(values + other) * q.all_pages * s.page;
   hw_model model{LAYERS, s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim, VOCAB, s.head_dim / 2, 2, s.page};
   model.norm = some() ? HW_NORM_LAYER : HW_NORM_RMS, model.activation = s.described ? below(3) : HW_SILU, model.qk_norm = qk_norm, model.parallel = some();
   model.eps = 1e-5f, model.scale = 0.25f, model.attention_cap = some() ? 3.0f : 0, model.qkv_clip = some() ? 1.5f : 0;

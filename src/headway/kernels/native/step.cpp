@@ -321,7 +321,10 @@ struct Forward {
   void layer(int i, int l) {
     const hw_layer& w = m.layer[l];
     copy_hidden(i, l);
-    if (m.streams) Streams<Forward>{*this}.predict(i, l);
+    if (m.streams) {
+      if (step.hidden_count) sync();  // the residual is copied before it is what the layer expects
+      Streams<Forward>{*this}.predict(i, l);
+    }
     norm_and_quantize(i, w.norm_in, any_quantized({&w.q, &w.k, &w.v, &w.laurel_down, &w.attention_gate, &w.q_down, &w.kv_down, &w.mix_in, &w.mix_qkv, &w.mix_beta, &w.mix_step, &w.mix_gate}));
     phase(i, HW_NORM);
     if (w.mix_out.n) Recurrence<Forward>{*this}.mix(i, l);

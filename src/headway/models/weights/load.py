@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ class _QuantizedReader:
         }
         if isinstance(part, Cut) and self.roles.gguf:  # matrices stay quantized: some rows of one
             whole = part.shape(self.roles.config)
-            own = part.take(np.arange(whole[0]), self.roles.config)
+            own = part.take(np.arange(prod(whole[:-1])).reshape(whole[:-1]), self.roles.config).ravel()
             name = self.roles.claim(at + part.name, whole)
             return load_matrix(self.roles.weights, name, rows=own if rows is None else own[rows], **how)
         if isinstance(part, Cut) and self.keep and (own := self._cut_parts(part, at, rows)) is not None:

@@ -13,14 +13,17 @@ from headway.base.arrays import is_tensor
 from headway.base.config import Settings
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
+from headway.base.files import read_json
 from headway.base.system.device import CPU, AnyDevice
 from headway.base.system.extras import need_torch
+from headway.base.system.log import log_event
 from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import HostPool, Pool
 from headway.models.capabilities import check_split, why_llama_alone, why_no_native_layers, why_no_triton_layers
 from headway.models.config import ModelConfig, read_config
+from headway.models.nested import outer_family
 from headway.models.quantized.cache import WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.models.quantized.repack import check_quantize
@@ -230,6 +233,8 @@ def open_backend(
     """Load a model, or take one that is in memory, for the best that can compute it here; or a share of it on each of
     several ranks."""
     check_quantize(quantize)
+    if isinstance(model, Path):
+        note_left_out(model)
     if tensor_parallel > 1:
         how: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads, "quantize": quantize}
         return open_ranks(model, tensor_parallel, **how, settings=settings, progress=progress)
@@ -287,6 +292,13 @@ def open_backend(
         cache=WeightCache(settings.cache / "weights", settings.weight_cache) if settings.weight_cache else None,
     )  # fmt: skip
     return Backend(packed, thread_pool, "", stored=stored_dtype(model))
+
+
+def note_left_out(model: Path) -> None:
+    """Log what of a folder with more than a text model is not loaded."""
+    if model.is_dir() and outer_family(config := read_json(model / "config.json")) is not None:
+        kind = config["architectures"][0]
+        log_event(f"{kind}: the text model alone is loaded; what is for images and sound is left out", path=str(model))
 
 
 def open_ranks(
