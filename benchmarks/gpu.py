@@ -119,7 +119,8 @@ class HalfOfTheWords:
 
     def __init__(self, vocab: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self._masks = [rng.random(vocab) < 0.5 for _ in range(4)]
+        halves = np.pad(rng.random((4, vocab)) < 0.5, ((0, 0), (0, -vocab % 32)))
+        self._masks = np.packbits(halves, axis=1, bitorder="little").view(np.uint32)
         self._at = 0
 
     def mask(self) -> np.ndarray:
@@ -299,7 +300,16 @@ class Bench:
                 samplers[i % 5](i), max_tokens=s.tokens, stop_only=True, constrain=HalfOfTheWords(vocab, i)
             ),
         )
-        self.add("… and a constraint of its program's own for each row", bound / plain, "of plain")
+        self.add("… and a constraint of its program's own for each row", bound / plain, "of plain", target=0.8)
+        probes = {"the 20 likeliest": hw.Distribution(k=20), "entropy": hw.Entropy(), "20 ranks": hw.Ranking(k=20)}
+        for name, probe in probes.items():
+            read = self.rates(
+                engine,
+                s.batch,
+                s.tokens,
+                lambda ctx, i, probe=probe: ctx.generate(hw.Argmax(), max_tokens=s.tokens, stop_only=True, probe=probe),
+            )
+            self.add(f"… with a probe of {name} in each row", read / plain, "of plain", target=0.85)
 
     def _grammars(self, engine: hw.Engine, plain: float, samplers: list[Callable[[int], hw.Sampler]]) -> None:
         from gpu_grammars import grammars

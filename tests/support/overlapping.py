@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from headway.base.specs.samplers import NO_TOKEN, UNDECIDED
 from headway.kv.allocator import Edit
 from headway.runtime.batch import Batch, DecodeRows, Segment
+from headway.runtime.passes import DecodeMask
 from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.testing import _hash, _sum
 from support.scripted import Sticking
@@ -57,8 +57,8 @@ class DecodingRunner(Sticking):
     def give(self, work: Callable[[], None]) -> None:
         work()
 
-    def catch_up(self) -> None:
-        """Do all that waits."""
+    def catch_up(self, last: Callable[[], None] | None = None) -> None:
+        """Do all that waits, or all up to `last`."""
 
     def compute_rows(self, rows: DecodeRows, mood: str) -> list[int]:
         """The tokens that the rows draw."""
@@ -119,20 +119,24 @@ class StepInLine:
         self._runner, self._batch, self._mood = runner, batch, mood
         self._result: StepResult | None = None
         self._error: Exception | None = None
+        self._masks: Sequence[DecodeMask | None] = ()
 
     def compute(self) -> None:
         rows = self._batch.decode
+        if rows is not None and any(self._masks):
+            bound = zip(rows.readouts, self._masks, strict=True)
+            rows = replace(rows, readouts=tuple(replace(readout, async_mask=mask) for readout, mask in bound))
         tokens = [] if rows is None else self._runner.compute_rows(rows, self._mood)
         try:
             self._result = StepResult(tokens, self._runner.execute(replace(self._batch, decode=None)))
         except Exception as error:
             self._error = error
 
-    def masks(self, masks: Sequence[Any]) -> None:
-        assert not any(masks), "this device samples without async masks"
+    def masks(self, masks: Sequence[DecodeMask | None]) -> None:
+        self._masks = masks
 
     def result(self) -> StepResult:
-        self._runner.catch_up()
+        self._runner.catch_up(self.compute)
         if self._mood == "fails":
             raise RuntimeError("the device failed")
         if self._error is not None:
@@ -153,6 +157,6 @@ class OverlappingRunner(DecodingRunner):
     def give(self, work: Callable[[], None]) -> None:
         self._line.append(work)
 
-    def catch_up(self) -> None:
-        while self._line:
+    def catch_up(self, last: Callable[[], None] | None = None) -> None:
+        while self._line and (last is None or last in self._line):
             self._line.pop(0)()

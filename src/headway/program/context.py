@@ -31,6 +31,7 @@ from headway.program.chat.messages import Messages
 from headway.program.chat.reply import ChatLimits, ChatReply, Choice
 from headway.program.checks.ids import integers, token_ids
 from headway.program.checks.passes import check_pass
+from headway.program.constraints.async_mask import check_may_look
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.execution import Execution
@@ -500,6 +501,7 @@ class Context:
 
     def _come_back(self) -> None:
         """Take back a pass that a generation runs ahead, so that the context is seen as it is between two steps."""
+        check_may_look()
         with self.engine._lock:
             retract, self._retract = self._retract, None
             if retract is not None:

@@ -409,9 +409,9 @@ class Loop:
             self._deliver(now=self._in_flight is None)
 
     def _follow_up(self) -> bool:
-        """Have a pass that has ended, with no other in the queue, submit what comes next before its program hears of
-        it, so that the device need not wait for other threads. Whether it has; its result is then delivered while the
-        next step runs."""
+        """Have a pass that has ended, with none other in the queue, submit what follows before its program hears of it,
+        so that the device need not wait for other threads. Whether it has; its result is then delivered while the next
+        step runs."""
         follow_ups = [job.follow_up for job, error in self._scheduler.outbox if error is None]
         if len(follow_ups) != 1 or follow_ups[0] is None or self._queue:
             return False

@@ -302,6 +302,19 @@ def logit_mask(vocab: int, runs: Any = None, allow: Any = None, forbid: Any = No
     return allowed
 
 
+def packed_logit_mask(vocab: int, runs: Any) -> np.ndarray:
+    """A logit mask in any form as a packed bitmask of its own, which nobody else changes."""
+    if isinstance(runs, np.ndarray) and runs.dtype == np.uint32 and runs.shape == (-(-vocab // 32),):
+        words = runs.astype("<u4")
+        if vocab % 32:
+            words[-1] &= np.uint32((1 << vocab % 32) - 1)
+        if words.any():
+            return words
+    bits = np.zeros(-(-vocab // 32) * 32, np.bool_)
+    bits[:vocab] = logit_mask(vocab, runs)
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
 def _joined(kind: type[All] | type[Either], left: Mask, right: Mask) -> All | Either:
     if not isinstance(right, Mask):
         raise WrongType(

@@ -69,8 +69,13 @@ class Constraint(Protocol):
     - `finished: bool`: only the end can follow, so the generation ends; without it, it never ends by itself.
     - `wrapped: Constraint | None`: the constraint that it is around. Where that is a compiled grammar that takes long,
       it is followed in a thread before anything else is asked.
+    - `in_program: bool`: it must be asked in its program's thread, because it looks at something that only that may.
+      Then each token is a pass of its own, which waits for the program.
 
-    It runs in the program's own time, in its event loop.
+    Otherwise one thread of the engine's follows all such constraints while the device computes; in the program's thread
+    it is asked where it has raised, forced tokens, taken long or looked at a context. It is never asked by two threads
+    at once. Between two steps it may know tokens that the program has not taken yet; looking at the context takes them
+    back.
     """
 
     def mask(self) -> np.ndarray | None:

@@ -55,6 +55,12 @@ class GenerationConstraint:
         """Whether it allows nothing but the end."""
         return self.active is not None and bool(getattr(self.active, "finished", False))
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether it is a program's own, and may be followed in a thread of the engine's."""
+        own = self.active is not None and self._inner is self.active and not self.is_grammar
+        return own and not getattr(self.active, "in_program", False)
+
     def is_over(self, *, last: bool) -> bool:
         """The same; after the `last` token, a grammar is not asked for a mask that nobody needs: a text that is not
         complete is not over."""

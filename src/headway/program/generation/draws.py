@@ -16,11 +16,11 @@ from headway.base.specs.masks import Mask
 from headway.base.specs.probes import Probe
 from headway.base.specs.samplers import Sampler, Sampling, resolve
 from headway.base.text import short_repr
-from headway.program.constraints.async_mask import GrammarMask
 from headway.program.generation.steps import Prepared, ProbeHandles
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
 from headway.program.output import SampleHandle
+from headway.runtime.passes import AsyncLogitMask
 
 if TYPE_CHECKING:
     from headway.program.context import Context
@@ -82,7 +82,11 @@ class Drawing:
         return replace(self, sampler=sampler, seed=sampler.seed, seeded=seed is not None)
 
     def prepared(
-        self, context: Context, transcript: Transcript, fed: SampleHandle | None = None, mask: GrammarMask | None = None
+        self,
+        context: Context,
+        transcript: Transcript,
+        fed: SampleHandle | None = None,
+        mask: AsyncLogitMask | None = None,
     ) -> Prepared:
         """A pass that samples one token, after the context's last token or after one that is being sampled (`fed`).
 

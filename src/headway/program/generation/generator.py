@@ -38,6 +38,7 @@ from headway.base.specs.probes import Logits, Value_co
 from headway.base.specs.samplers import Sampler
 from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.checks.ids import integers, token_ids
+from headway.program.constraints.async_mask import check_may_look
 from headway.program.constraints.constraint import Constraint
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.constrained import GenerationConstraint
@@ -374,6 +375,7 @@ class Generation(Generic[Value_co]):
 
     def _follow(self) -> None:
         """Notice what the program has done to the context since the last step."""
+        check_may_look()
         if self._is_ahead:  # nothing: its pass would have been taken back
             return
         seen, begun, cut = self._seen, self._seen.has_begun, self._seen.cut
@@ -405,7 +407,7 @@ class Generation(Generic[Value_co]):
         """Whether the next pass can be built before this one's token is known."""
         if self._speculation is not None and self._speculation.waits:
             return False
-        return self._ahead.can_follow() and not self._drawing.looks_back and self._context._room() > 1
+        return not self._drawing.looks_back and self._context._room() > 1 and self._ahead.can_follow(self._drawing)
 
     def _run_ahead(self, step: StepInFlight) -> None:
         """Queue the next pass with the token that this one samples, so that the device never waits for the program.
@@ -437,15 +439,17 @@ class Generation(Generic[Value_co]):
             self._retract(None)
             return self._end(self._reason(token), Step((), ""))
         transcript, ahead = self._transcript, self._ahead
-        transcript.add(token, accepted=ahead.has_grammar and ahead.has_accepted())
+        try:
+            transcript.add(token, accepted=ahead.has_constraint and ahead.has_accepted())
+        except BaseException:  # a program's own constraint has refused it
+            self._retract(None)
+            raise
         if self._speculation is not None and self._speculation.decoded(token, self._most_drafts):
             ahead.finish()
         if transcript.stopped or len(transcript.generated) >= self._most or ahead.is_spent:
             self._retract(token)
             return self._step([token])
         self._context._retract = self._come_back
-        if transcript.constraint is not None:
-            return self._step([token])
         return Step.of_token(token, *transcript.take_text())
 
     async def _outcome(self, step: StepInFlight) -> Output:
@@ -636,7 +640,7 @@ class Generation(Generic[Value_co]):
     @property
     def _is_finished(self) -> bool:
         """Whether the constraint allows nothing after the last token."""
-        return not self._ahead.has_grammar and self._rule.is_over(last=self._left <= 0)
+        return not self._ahead.has_constraint and self._rule.is_over(last=self._left <= 0)
 
     def _end(self, why: str, step: Step[Any] | None = None) -> Step[Value_co]:
         """The last step, with the text that was held back."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from headway.base.errors import ContextBusy
 from headway.base.specs.masks import Mask
-from headway.program.constraints.async_mask import DENSE, GrammarCursor, GrammarMask
+from headway.program.constraints.async_mask import DENSE, GrammarCursor, GrammarMask, ProgramCursor, ProgramMask
+from headway.program.constraints.budget import TokenTime
 from headway.program.constraints.constraint import GrammarMatcher
 from headway.program.generation.draws import Drawing
 from headway.program.generation.steps import StepInFlight
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 Waiter: TypeAlias = "asyncio.Future[None]"
 
 # A grammar runs ahead of the program while its masks are dense: from the start, or for this many tokens in a row. Where
-# masks are sparse, forced tokens are near, and they come sooner in one pass with the token before them.
+# masks are sparse, forced tokens are near, and they come sooner in one pass with the token before them. A program's own
+# constraint runs ahead likewise, until it forces tokens or has no mask in time.
 DENSE_STEPS = 8
 
 
@@ -40,21 +42,24 @@ class Lookahead:
         self._context, self._transcript, self._end_ids = context, transcript, end_ids
         self._loop, self._lock = context.engine._loop, context.engine._lock
         self._step: StepInFlight | None = None
-        self._mask: GrammarMask | None = None  # its mask, if a grammar binds it
-        self._cursor: GrammarCursor | None = None  # those of a decoding sequence
+        self._mask: GrammarMask | ProgramMask | None = None  # its mask, if a constraint binds it
+        self._cursor: GrammarCursor | ProgramCursor | None = None  # those of a decoding sequence
+        self._own_pace = TokenTime()  # of a program's own constraint
         self._dense_steps = dense_steps  # tokens in a row after which the mask was dense; None: look when it matters
 
     def fork(self, context: Context, transcript: Transcript) -> Lookahead:
         """Nothing is in flight for a fork; what is known of the grammar comes along."""
-        return Lookahead(context, transcript, self._end_ids, self._dense_steps)
+        twin = Lookahead(context, transcript, self._end_ids, self._dense_steps)
+        twin._own_pace = self._own_pace.copy()
+        return twin
 
     @property
     def is_there(self) -> bool:
         return self._step is not None
 
     @property
-    def has_grammar(self) -> bool:
-        """Whether run-ahead decoding has moved the grammar past the program's last token."""
+    def has_constraint(self) -> bool:
+        """Whether run-ahead decoding has moved the constraint past the program's last token."""
         return self._cursor is not None
 
     @property
@@ -75,13 +80,15 @@ class Lookahead:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def can_follow(self) -> bool:
+    def can_follow(self, drawing: Drawing) -> bool:
         """Whether what binds the next token can be computed concurrently with the device."""
-        constraint = self._transcript.constraint
-        if constraint is None:
+        rule = self._transcript.rule
+        if rule.active is None:
             return True
-        if self._transcript.rule.is_slow:
+        if rule.is_slow or self._own_pace.is_slow:
             return False  # no step waits for its masks
+        if not rule.is_grammar and not (rule.runs_ahead and drawing.repeats(self._context, self._transcript)):
+            return False  # it is asked in its program's thread
         if self._dense_steps is None:  # its mask was computed just now, for the pass that this one would follow
             self._dense_steps = DENSE_STEPS if self._is_dense() else 0
         return self._dense_steps >= DENSE_STEPS
@@ -95,16 +102,22 @@ class Lookahead:
         with self._lock:
             if isinstance(constraint, GrammarMatcher):
                 self._mask = GrammarMask(constraint, self._end_ids, vocab)
+            elif constraint is not None:
+                self._mask = ProgramMask(constraint, self._end_ids, vocab, self._own_pace)
             else:
                 self._mask = None
             self._step = drawing.prepared(self._context, self._transcript, fed, self._mask).execute()
-            if drawing.repeats(self._context, self._transcript):
+            repeats = drawing.repeats(self._context, self._transcript)
+            assert repeats or not isinstance(self._mask, ProgramMask), "only a decoding sequence knows void tokens"
+            if repeats:
                 self._decode_on(drawing.attention, left)
 
     def _decode_on(self, attention: Mask | None, left: int) -> None:
         assert self._step is not None
         engine, job, constraint = self._context.engine, self._step.execution._job, self._transcript.constraint
-        if isinstance(constraint, GrammarMatcher):
+        if isinstance(self._mask, ProgramMask):
+            self._cursor = ProgramCursor(self._mask)
+        elif isinstance(constraint, GrammarMatcher):
             assert self._mask is not None
             self._cursor = GrammarCursor(self._mask, constraint, self._end_ids, engine.vocab_size)
         readout = replace(job.work.readouts[0], async_mask=None)
@@ -177,14 +190,15 @@ class Lookahead:
         decode = self._decode
         return decode is not None and decode.over and not decode.buffer
 
-    # -- the grammar -----------------------------------------------------------------------------------------------
+    # -- the constraint -----------------------------------------------------------------------------------------------
 
     def has_accepted(self) -> bool:
-        """Whether the grammar has accepted the token that was just taken from the buffer."""
-        return self._cursor is not None and self._decode is not None and self._cursor.tokens > self._decode.taken
+        """Whether the constraint has accepted the token that was just taken from the buffer."""
+        decode = self._decode
+        return self._cursor is not None and decode is not None and self._cursor.has_accepted(decode.taken)
 
     def accepts(self) -> bool:
-        """Whether the grammar has accepted the token, sampled just now, that the pass is fed with."""
+        """Whether the constraint has accepted the token, sampled just now, that the pass is fed with."""
         mask, self._mask = self._mask, None
         return mask is not None and mask.wait()
 
@@ -196,8 +210,10 @@ class Lookahead:
             self._dense_steps = (self._dense_steps or 0) + 1 if self._is_dense() else 0
 
     def _is_dense(self) -> bool:
-        constraint = self._transcript.constraint
-        return isinstance(constraint, GrammarMatcher) and constraint.mask_density >= DENSE
+        rule, constraint = self._transcript.rule, self._transcript.constraint
+        if isinstance(constraint, GrammarMatcher):
+            return constraint.mask_density >= DENSE
+        return rule.runs_ahead and not rule.forced()
 
     # -- taking it back --------------------------------------------------------------------------------------------
 
@@ -209,7 +225,7 @@ class Lookahead:
             step.execution.cancel()
         if cursor is not None and decode is not None:
             cursor.cut(1 + decode.taken - (decode.taken > 0 and decode.last in self._end_ids))
-            self._dense_steps = None
+            self._dense_steps = 0 if cursor.is_broken else None
 
     def undone(self) -> None:
         """The pass before it was undone, and this one with it: roll the grammar back."""

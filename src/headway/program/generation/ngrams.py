@@ -46,6 +46,8 @@ class NoRepeat:
     It reads the context, not only the tokens it accepted: those that a program writes between two steps count too.
     """
 
+    in_program = True
+
     def __init__(self, n: int, context: Context, other: Constraint | None = None) -> None:
         self._n, self.context, self.other = check_integer(n, "no_repeat_ngram_size", low=1), context, other
         self._tokens: list[int] = []

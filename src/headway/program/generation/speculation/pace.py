@@ -17,6 +17,7 @@ PRIOR = 2.0  # drafts that a first guess at their chance counts as
 DOUBT = 0.6  # that chance, where the guess before was wrong
 GAIN = 1.04  # what a round must bring over decoding, so that noise does not decide
 WEIGHT = 0.25  # of the newest measurement of time
+HICCUP = 0.005  # seconds of overhead that count at most, unless it was half as long before
 LEAST = 0.02  # a draft that is kept less often is not worth a row
 
 State = tuple[int, bool]  # a draft's kind, and whether what was drafted just before was right
@@ -93,6 +94,7 @@ class Pace:
 
     def took(self, *, overhead: float, drafting: float, drafted: int) -> None:
         """The seconds of a round besides its step, and those of its draft."""
-        self.overhead += WEIGHT * (max(0.0, overhead) - self.overhead)
+        overhead = min(max(0.0, overhead), max(HICCUP, 2 * self.overhead))
+        self.overhead += WEIGHT * (overhead - self.overhead)
         if drafted:
             self.per_token += WEIGHT * (drafting / drafted - self.per_token)

@@ -156,6 +156,8 @@ class RoundsAhead:
         with self._lock:
             if left < 2 or round.ends or not self._is_as_left(turn) or not speculation.is_at(round.before):
                 return
+            if not (round.accepted or speculation.stats.accepted):
+                return  # what is never right may never pay: its program decodes ahead
             limit = max(0, min(self.most_drafts(left), context._room() - len(rest)))
         turn.is_measured = True
         speculation.add(round.tokens, guessed=False)
