@@ -10,6 +10,8 @@ end at once. The bits of a pair depend on its row and the tile, not on which pai
 # ruff: noqa: PLR0917
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -125,15 +127,21 @@ def combine(
     )  # fmt: skip
 
 
-def pick_expert_tile(rows: float, dtype: torch.dtype) -> MatmulTile:
-    """A tile for experts of about so many rows each."""
+def pick_expert_tile(rows: float, dtype: torch.dtype, shared_memory: int) -> MatmulTile:
+    """The fastest tile on an H200 for experts of about so many rows each.
+
+    `shared_memory` is what a program may use, in bytes; a smaller device gets fewer stages.
+    """
     if dtype == torch.float32:
         return MatmulTile(16, 32, 32, stages=2)
     if rows <= 16:
-        return MatmulTile(16, 64, 128, stages=4)
-    if rows <= 48:
-        return MatmulTile(32, 64, 128, stages=3)
-    return MatmulTile(64, 64, 64) if rows <= 96 else MatmulTile(128, 64, 64, warps=8)
+        tile = MatmulTile(16, 32, 128, warps=2)
+    elif rows <= 96:
+        tile = MatmulTile(32, 64, 128, stages=3) if rows <= 48 else MatmulTile(64, 128, 64, stages=3)
+    else:
+        tile = MatmulTile(128, 128, 64, warps=8, stages=3)
+    stage = 2 * tile.inputs * (tile.rows + 2 * tile.outputs)
+    return replace(tile, stages=max(1, min(tile.stages, shared_memory // stage)))
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.kernels.triton import experts, fused
 from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, Routes
+from headway.kernels.triton.launch import shared_memory
 from headway.kernels.triton.matmul import MatmulTile
 from headway.models.described import DescribedLayer
 from headway.models.description import Experts
@@ -51,7 +52,7 @@ class CudaExperts:
     def _tile(self, pairs: int, dtype: torch.dtype) -> MatmulTile:
         """The tile of these pairs; one for all in deterministic mode."""
         each = 0.0 if self.matmuls.deterministic else pairs / self.what.count
-        return experts.pick_expert_tile(each, dtype)
+        return experts.pick_expert_tile(each, dtype, shared_memory(self.matmuls.device))
 
     def _shared(self, layer: DescribedLayer, h: Tensor, room: ExpertBuffers) -> tuple[Tensor | None, Tensor | None]:
         """What the shared expert makes of rows, and its gate before the sigmoid."""
