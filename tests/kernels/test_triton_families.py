@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,17 @@ import headway as hw  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
-from support.checks import assert_close, logit_rows, random_tokens  # noqa: E402
+from support.checks import assert_close, logit_rows, random_tokens, reference_logits  # noqa: E402
 from support.descriptions import ALL, DENSE, EXPERTS  # noqa: E402
+from support.hf import save_hf  # noqa: E402
+from support.hf_families import CASES as OF_TRANSFORMERS  # noqa: E402
+from support.hf_families import LATENT_AND_CHUNKED, family_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 N = 17  # two pages, and longer than every small window
 HIDDEN = (3, 4, 7)  # slots that a mask hides
 QUICK = (next(iter(DENSE)), next(iter(EXPERTS)))
+NAMED = [*(name for group in OF_TRANSFORMERS.values() for name in group), *LATENT_AND_CHUNKED["Llama4Text"]]
 CASES = [name if name in QUICK or DEVICE == "cuda" else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 
 
@@ -121,3 +126,20 @@ def test_adapters_are_added_where_the_layers_have_matrices(name: str, monkeypatc
             assert np.abs(found[-1] - logit_rows(plain, tokens)).max() > 0.01
             plain.close()
     assert_close(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMED)
+def test_families_give_the_logits_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    _, model = family_model(name)
+    tokens = random_tokens(model.config.vocab_size, 50 if DEVICE == "cuda" else 9)
+    expected = reference_logits(model, tokens)
+    with hw.Engine(save_hf(tmp_path, model), device=DEVICE, dtype="float32", pages=16, threads=1) as engine:
+        assert engine.info.runner == "triton"
+        with engine.context() as context:
+            assert_close(logit_rows(context, tokens), expected)
+        engine.cache.clear()
+        with engine.context() as context:
+            rows = [logit_rows(context, tokens[:5]), *(logit_rows(context, [token]) for token in tokens[5:])]
+            assert_close(np.concatenate(rows), expected)

@@ -56,7 +56,8 @@ def route(logits: Tensor, routes: Routes, *, normalize: bool, sigmoid: bool = Fa
     rows, experts = logits.shape
     _route[(rows,)](
         logits, routes.chosen, routes.weights, X=experts, WIDE=max(16, triton.next_power_of_2(experts)),
-        K=routes.chosen.shape[1], NORMALIZE=normalize, SIGMOID=sigmoid, AHEAD=ahead, num_warps=1, **options(ahead),
+        K=routes.chosen.shape[1], SLOTS=max(2, triton.next_power_of_2(routes.chosen.shape[1])), NORMALIZE=normalize,
+        SIGMOID=sigmoid, AHEAD=ahead, num_warps=1, **options(ahead),
     )  # fmt: skip
 
 
@@ -147,31 +148,27 @@ def pick_expert_tile(rows: float, dtype: torch.dtype, shared_memory: int) -> Mat
 @triton.jit
 def _route(
     logits, chosen, weights,
-    X: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    AHEAD: tl.constexpr,
+    X: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     wait(AHEAD)
-    row, x = tl.program_id(0), tl.arange(0, WIDE)
+    row, x, slot = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, SLOTS)
     given = tl.load(logits + row.to(tl.int64) * X + x, mask=x < X, other=float("-inf")).to(tl.float32)
-    highest = tl.max(given, 0)
-    whole = tl.sum(tl.exp(given - highest), 0)  # of all experts, or of those that are chosen
-    free = x < X
-    if NORMALIZE:
-        whole = 0.0
-        for _ in tl.static_range(K):
-            best = tl.max(tl.where(free, given, float("-inf")), 0)
-            place = tl.min(tl.where(free & (given == best), x, X - 1), 0)
-            free = free & (x != place)
-            whole += tl.exp(best - highest)
-        free = x < X
+    free, ids, picked = x < X, tl.zeros((SLOTS,), tl.int32), tl.full((SLOTS,), float("-inf"), tl.float32)
     for j in tl.static_range(K):
         best = tl.max(tl.where(free, given, float("-inf")), 0)
         place = tl.min(tl.where(free & (given == best), x, X - 1), 0)  # of a NaN, some expert
         free = free & (x != place)
-        weight = 1.0 / (1.0 + tl.exp(-best)) if SIGMOID else tl.exp(best - highest) / whole
-        tl.store(chosen + row * K + j, place)
-        tl.store(weights + row * K + j, weight)
+        ids, picked = tl.where(slot == j, place, ids), tl.where(slot == j, best, picked)
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-picked))
+    else:
+        highest = tl.max(given, 0)
+        weight = tl.exp(picked - highest)
+        weight = weight / (tl.sum(weight, 0) if NORMALIZE else tl.sum(tl.exp(given - highest), 0))
+    tl.store(chosen + row * K + slot, ids, mask=slot < K)
+    tl.store(weights + row * K + slot, weight, mask=slot < K)
 
 
 @triton.jit
