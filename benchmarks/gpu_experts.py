@@ -47,6 +47,9 @@ class DeviceWeights:
         drawn = torch.randn(shape, dtype=self.dtype, device=self.device)
         return drawn * shape[-1] ** -0.5 if len(shape) > 1 else drawn * 0.1 + ("norm" in role)
 
+    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
+        """Weights are floats."""
+
     def frequencies(self) -> Tensor:
         row = torch.from_numpy(frequencies(self.config.rope)).to(self.device)
         return row.expand(self.config.layers, -1)
