@@ -23,7 +23,7 @@ from headway.base.specs.probes import Logits
 from headway.base.specs.samplers import Sampling
 from headway.base.system.extras import explain_missing
 from headway.kernels.host.rope import Rope, frequencies
-from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter, head_shape, target_shapes
 from headway.models.adapters.low_rank import HEAD, ROLES, Target
@@ -342,6 +342,11 @@ class ScriptedRunner:
                 assert isinstance(source.data, list)
                 for place, page in zip(places, pages, strict=True):
                     self._page(page)[:] = source.data[place]
+            case Save(pages, store, places, names):
+                store.save(places, names, pages, lambda pages: [self._page(p).copy() for p in pages])
+            case Load(source, places, names, pages):
+                for page, data in zip(pages, source.load(places, names), strict=True):
+                    self._page(page)[:] = data
 
 
 def scripted_result(tokens: Any, positions: Any, attend: np.ndarray, row: int, *, recurrent: bool = False) -> int:

@@ -112,9 +112,6 @@ def why_llama_alone(config: ModelConfig) -> str | None:
 
 def why_no_native_layers(config: ModelConfig) -> str | None:
     """Why the native step does not compute a model of this config, in words, or None."""
-    if config.description.per_layer is not None:
-        others = ", ".join(config.description.per_layer.differences())
-        return f"it does not have {others}, as {config.family} has"
     if config.description.both:
         return f"it does not have attention and recurrence in one layer, as {config.family} has"
     return None

@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.layout import POSITION, TOKEN, WRITE
+from headway.kernels.triton.scaled_rows import Unscaled
 
 
 def angles(ints: Tensor, rows: int, out: Tensor, inv_freq: Tensor, scale: float) -> None:
@@ -173,20 +174,24 @@ def rotate_and_write(
     cs: Tensor | None,
     how: HeadConfig,
     ahead: bool = False,
+    unscaled: Unscaled | None = None,
 ) -> None:
     """From qkv [T, (H + 2 Hkv) D]: normed and rotated queries into q [T, H, D], keys and values into the KV cache.
 
     keys and values are [P, page, Hkv, D], cs is the output of `angles`, None without a rotation. Rows whose WRITE is
-    -1 are not cached.
+    -1 are not cached. `unscaled` has the scales of qkv, if they are not applied yet.
     """
     total = how.heads + 2 * how.kv_heads
+    more = Unscaled(qkv, qkv, qkv) if unscaled is None else unscaled
     some = how.q_norm if how.q_norm is not None else qkv
     floor, growth = how.temperature or (0.0, 0.0)
     group = min(16, triton.next_power_of_2(total))
     _rotate[(q.shape[0], triton.cdiv(total, group))](
-        qkv, q, keys, values, ints, cs, some, how.k_norm if how.k_norm is not None else qkv, rows, how.eps,
+        qkv, more.rows, more.outputs, qkv if more.bias is None else more.bias,
+        q, keys, values, ints, cs, some, how.k_norm if how.k_norm is not None else qkv, rows, how.eps,
         keys.stride(0), keys.stride(1), keys.stride(2),
-        FIELD=WRITE, NORMED=how.q_norm is not None and not how.by_row, KIND=how.kind, EACH=how.each, CLIP=how.clip,
+        FIELD=WRITE, SCALED=unscaled is not None, BIAS=more.bias is not None,
+        NORMED=how.q_norm is not None and not how.by_row, KIND=how.kind, EACH=how.each, CLIP=how.clip,
         FLOOR=floor, GROWTH=growth, AT=POSITION, H=how.heads, KV=how.kv_heads, DIM=how.dim, WIDE=_wide(how.dim),
         HALF=0 if cs is None else cs.shape[2], PAGE=keys.shape[1], GROUP=group, AHEAD=ahead, num_warps=4,
         **options(ahead),
@@ -337,8 +342,10 @@ def _add(x, delta, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    qkv, q, keys, values, ints, cs, q_norm, k_norm, rows, eps, page_stride, slot_stride, head_stride,
-    FIELD: tl.constexpr, NORMED: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, CLIP: tl.constexpr,
+    qkv, row_scales, output_scales, bias, q, keys, values, ints, cs, q_norm, k_norm, rows, eps,
+    page_stride, slot_stride, head_stride,
+    FIELD: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    NORMED: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, CLIP: tl.constexpr,
     FLOOR: tl.constexpr, GROWTH: tl.constexpr, AT: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -352,6 +359,13 @@ def _rotate(
     live = (h < H + 2 * KV)[:, None] & (d < DIM)[None, :]
     a = tl.load(base + d[None, :], mask=live, other=0.0).to(tl.float32)
     b = tl.load(base + pair[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
+    if SCALED:
+        output, scale = h[:, None] * DIM, tl.load(row_scales + row)
+        a = a * scale * tl.load(output_scales + output + d[None, :], mask=live, other=0.0)
+        b = b * scale * tl.load(output_scales + output + pair[None, :], mask=live & turned[None, :], other=0.0)
+        if BIAS:
+            a += tl.load(bias + output + d[None, :], mask=live, other=0.0).to(tl.float32)
+            b += tl.load(bias + output + pair[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
     if CLIP > 0:
         a, b = tl.minimum(tl.maximum(a, -CLIP), CLIP), tl.minimum(tl.maximum(b, -CLIP), CLIP)
     if NORMED:

@@ -99,20 +99,26 @@ class Backend:
             sizes["states"] = (places, recurrent, c.state_values // recurrent)
         if len(c.kv_layers) < c.layers:
             inv_freq = inv_freq[list(c.kv_layers)] if inv_freq.ndim == 2 else inv_freq
+        own: dict[str, Any] = {}
+        if any((shape.heads, shape.dim) != (c.kv_heads, c.head_dim) for shape in shapes):
+            assert c.description.ropes is not None
+            own = {"shapes": [(shape.heads, shape.dim) for shape in shapes], "pages": pages, "page_size": page_size}
+            own["rotated"] = [c.description.ropes[layer].dim for layer in c.kv_layers]
         if self.thread_pool is not None:
+            if own:
+                from headway.kv.layer_pool import LayerPool
+
+                return LayerPool(**own, inv_freq=inv_freq, dtype=dtype)
             return HostPool(**sizes, inv_freq=inv_freq, dtype=dtype)
         import torch
 
         from headway.kv.tensor_pool import TensorPool
 
         where = {"dtype": getattr(torch, dtype), "device": decoder.device, "inv_freq": inv_freq}
-        if any((shape.heads, shape.dim) != (c.kv_heads, c.head_dim) for shape in shapes):
+        if own:
             from headway.kv.slot_pool import SlotPool
 
-            assert c.description.ropes is not None
-            rotated = [c.description.ropes[layer].dim for layer in c.kv_layers]
-            heads = [(shape.heads, shape.dim) for shape in shapes]
-            return SlotPool(shapes=heads, rotated=rotated, pages=pages, page_size=page_size, **where)
+            return SlotPool(**own, **where)
         return TensorPool(**sizes, **where, by_head=self.triton)
 
     def release_pool(self) -> None:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from headway.kernels.triton import quantized
+from headway.kernels.triton.scaled_matmul import ScaledMatrix
+from headway.kernels.triton.scaled_rows import E4M3, ScaledRows, padded_inputs
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.description import Experts
@@ -29,6 +31,13 @@ class Buffers:
         what = c.description.experts
         self.experts = None if what is None else ExpertBuffers(c, what, rows, dtype, device)
         self._halves: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.scaled: dict[str, ScaledRows] = {}
+        if isinstance(decoder.layers[0].qkv, ScaledMatrix):
+            widths = {"h": c.hidden_size, "out": c.heads * c.head_dim, "inner": c.intermediate_size}
+            room = empty(max(map(padded_inputs, widths.values())), kind=E4M3).flatten()  # of one at a time
+            for name, width in widths.items():
+                wide = padded_inputs(width)
+                self.scaled[name] = ScaledRows(room[: rows * wide].view(rows, wide), empty(kind=torch.float32))
 
     def halves(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Room in float16 for rows, normed [R, E], between gate and down [R, F], and out of attention [R, H, D]."""

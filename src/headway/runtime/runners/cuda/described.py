@@ -135,7 +135,7 @@ class DescribedLayers:
         """The last layer after its queries, keys and values, for the rows that somebody reads."""
         l, n, r = len(self._layers) - 1, step.count, len(needed)
         assert step.adapters is None, "their tiles stand for all rows"
-        self._attend(l, replace(step, singles=needed, items=None), buffers, mark)
+        self._attend(l, replace(step, singles=needed, items=None, prompts=()), buffers, mark)
         x, h, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.h, buffers.mixed))
         self._finish_layer(l, LayerRows(r, x, h, buffers.delta[:r], mixed.flatten(1)), buffers, None, mark)
         buffers.x.index_copy_(0, needed.long(), x)

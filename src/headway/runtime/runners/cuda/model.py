@@ -22,10 +22,12 @@ from headway.kernels.triton import attention, fused, layout, quantized
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
+from headway.kernels.triton.attention_parts import attend_shared
 from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
+from headway.kernels.triton.scaled_rows import Unscaled
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
 from headway.models.families import is_llama_like
@@ -34,6 +36,9 @@ from headway.runtime.runners.cuda.adapters import CudaAdapters
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
+from headway.runtime.runners.cuda.prompts import attend_prompt, can_take_prompts, cudnn_attention
+from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
+from headway.runtime.runners.cuda.shared_pages import SharedRoom
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
 
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -63,6 +68,10 @@ class CudaModel:
         self.ahead = can_go_ahead(self.device)
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
+        alike = all(cap == 0.0 and sinks is None for cap, sinks in self._softmax)
+        plain = alike and not deterministic and self.windows == (None,)
+        self.shared_room = SharedRoom(c.heads, c.head_dim, self.device) if plain else None
+        self.takes_prompts = plain and can_take_prompts(self.device, self.dtype, c.head_dim)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
         self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
@@ -77,6 +86,7 @@ class CudaModel:
         ]
         if not is_llama_like(c):
             self._describe(decoder)
+        self._scaled = ScaledLayers(self.matmuls) if is_scaled(decoder) else None
 
     def _describe(self, decoder: Any) -> None:
         """Compute the layers that a `DescribedDecoder` has."""
@@ -98,6 +108,8 @@ class CudaModel:
         mark("rope")
         if self._described is not None:
             self._described.forward(step, buffers, mark)
+        elif self._scaled is not None:
+            self._scaled_rows(self._scaled, step, buffers, mark)
         elif self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
             self._quantized_rows(step, buffers, mark)
         elif self.deterministic:
@@ -158,6 +170,18 @@ class CudaModel:
             self.matmuls.low_rank((l, "down"), inner, x, step.adapters, factor=1 / quantized.INNER)
             mark("feed-forward")
 
+    def _scaled_rows(self, layers: ScaledLayers, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """The same for any number of rows with weights in fp8, whose matmuls take rows in fp8."""
+        last = len(self.decoder.layers) - 1
+
+        def attend(l: int, unscaled: Unscaled | None) -> Tensor:
+            some = l == last and step.needed is not None
+            which = replace(step, singles=step.needed, items=None, prompts=()) if some else step
+            self._attention(l, which, buffers, mark, unscaled=unscaled)
+            return buffers.mixed[: step.count]
+
+        layers.rows(ScaledStep(buffers.x[: step.count], buffers, step.adapters, step.needed, attend, mark))
+
     def _rows(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
         many = self.matmuls.padded_rows(n, buffers)
@@ -193,7 +217,7 @@ class CudaModel:
         prefill nobody reads what comes after."""
         l, layer, n, r = len(self.decoder.layers) - 1, self.decoder.layers[-1], step.count, len(needed)
         assert step.adapters is None, "their tiles stand for all rows"
-        self._attention(l, replace(step, singles=needed, items=None), buffers, mark)
+        self._attention(l, replace(step, singles=needed, items=None, prompts=()), buffers, mark)
         x, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.mixed))
         h, delta = buffers.h[:r], buffers.delta[:r]
         self.matmuls.linear(mixed.flatten(1), layer.out, delta)
@@ -208,11 +232,22 @@ class CudaModel:
         fused.add(x, delta)
         buffers.x.index_copy_(0, needed.long(), x)
 
-    def _attention(self, l: int, step: DeviceStep, buffers: Buffers, mark: Mark, out: Tensor | None = None) -> None:
+    def _attention(
+        self,
+        l: int,
+        step: DeviceStep,
+        buffers: Buffers,
+        mark: Mark,
+        out: Tensor | None = None,
+        *,
+        unscaled: Unscaled | None = None,
+    ) -> None:
         n, (keys, values), ropes = step.count, self._kv[l], self._rope_sets[l]
         q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
         cs = None if ropes < 0 else buffers.angles[ropes][:n]
-        fused.rotate_and_write(buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead)
+        fused.rotate_and_write(
+            buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead, unscaled
+        )
         mark("rope")
         scale, (cap, sinks) = self.config.attention_scale, self._softmax[l]
         paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], scale, cap, sinks)
@@ -233,28 +268,39 @@ class CudaModel:
                     which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
                 )  # fmt: skip
             return
-        if step.items is None or n <= tiled.MOST or self._beside is None:
+        has_long = step.items is not None or step.prompts
+        if not has_long or n <= tiled.MOST or self._beside is None:
             self._attend_singles(q, mixed, paged, step, ahead=self.ahead)
-            if step.items is not None:
-                attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+            self._attend_long(q, mixed, paged, step)
             return
         # Single rows read memory and chunks compute: beside each other they take little longer than the longer one.
         main = torch.cuda.current_stream()
         self._beside.wait_stream(main)
         with torch.cuda.stream(self._beside):
             self._attend_singles(q, mixed, paged, step, ahead=False)
-        attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        self._attend_long(q, mixed, paged, step)
         main.wait_stream(self._beside)
+
+    def _attend_long(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
+        if step.items is not None:
+            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        for prompt in step.prompts:
+            attend_prompt(q, mixed, paged, prompt, cudnn_attention)
 
     def _attend_singles(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep, *, ahead: bool) -> None:
         row_bytes = q.shape[2] * q.element_size()
+        shared = None
+        if step.shared is not None:
+            assert self.shared_room is not None
+            shared = self.shared_room.keys(step.shared)
+            attend_shared(q, paged, shared, step.shared.members, step.shared.items)
         for which in _in_calls(step.singles):
             count = step.count if which is None else len(which)
             few = which is not None and count < MANY_SINGLES
             splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._scratch_for(splits, count),
-                which=which, tile=pick_tile(count, splits, row_bytes), ahead=ahead,
+                which=which, tile=pick_tile(count, splits, row_bytes), shared=shared, ahead=ahead,
             )  # fmt: skip
 
     def _scratch_for(self, splits: Splits, rows: int) -> Scratch:
