@@ -9,8 +9,11 @@ is counted: neither keys and values nor activations.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
+import numpy as np
 import torch
+from gpu_models import measure
 from gpu_steps import decode_batch, runner_for, step_seconds
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from headway.kernels.host.rope import Rope, frequencies
 from headway.models.config import ModelConfig
 from headway.models.description import Description, Experts
 from headway.models.weights.load_described import build_described
+from headway.runtime.batch import Batch
 
 CONTEXT = 512
 SHAPES = {  # hidden, layers, heads, key heads, head size, vocabulary, biases, norms of queries and keys
@@ -42,6 +46,9 @@ class DeviceWeights:
     def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
         drawn = torch.randn(shape, dtype=self.dtype, device=self.device)
         return drawn * shape[-1] ** -0.5 if len(shape) > 1 else drawn * 0.1 + ("norm" in role)
+
+    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
+        """Weights are floats."""
 
     def frequencies(self) -> Tensor:
         row = torch.from_numpy(frequencies(self.config.rope)).to(self.device)
@@ -83,17 +90,11 @@ def read_bytes(c: ModelConfig, rows: int) -> float:
     return 2 * (c.parameters - experts - c.vocab_size * c.hidden_size + used * experts)
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device was seen to read."""
-    big = torch.ones(1 << 31, dtype=torch.bfloat16, device=device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    big.amax()
-    start.record()
-    for _ in range(5):
-        big.amax()
-    end.record()
-    torch.cuda.synchronize()
-    return 5 * big.nbytes / (start.elapsed_time(end) / 1e3)
+def batch_of(rows: int) -> Batch:
+    """A decode batch whose rows know the positions of their slots, as models with windows want it."""
+    batch = decode_batch(rows, CONTEXT)
+    known = tuple(s._replace(slot_positions=np.arange(CONTEXT + 1)) for s in batch.segments)
+    return replace(batch, segments=known)
 
 
 def main() -> None:
@@ -102,14 +103,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     given = parser.parse_args()
     device = torch.device("cuda")
-    speed = bandwidth(device)
-    print(f"{torch.cuda.get_device_name(device)}, reads {speed / 1e12:.2f} TB/s", flush=True)
+    speed = measure(device).bandwidth
+    print(f"{torch.cuda.get_device_name(device)}, {speed / 1e12:.2f} TB/s", flush=True)
     for name in given.names:
         with torch.inference_mode():
             decoder = build_described(DeviceWeights(config_of(name, given.layers), torch.bfloat16, device))
             for rows in (1, 8, 64):
                 runner = runner_for(decoder, rows, CONTEXT)
-                took = step_seconds(runner, decode_batch(rows, CONTEXT))
+                took = step_seconds(runner, batch_of(rows))
                 least = read_bytes(decoder.config, rows) / speed
                 print(
                     f"{name}, {decoder.config.layers} layers, {rows} rows: {took * 1e3:.3f} ms a step, "

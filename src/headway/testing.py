@@ -158,6 +158,9 @@ class _RandomWeights:
         is_matrix = len(shape) > 1 and not role.endswith("_bias") and role != "positions"
         return self._draw.normal(*shape, scale=1.5 / math.sqrt(max(shape[-1:])) if is_matrix else 0.3)
 
+    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
+        """Weights are floats."""
+
     def frequencies(self) -> Tensor:
         ropes = self.config.description.ropes or (self.config.rope,) * self.config.layers
         rows = np.zeros((len(ropes), self.config.rope.dim // 2), np.float32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 import headway as hw
+from headway.models.description import Description, Experts
+from headway.models.quantized.fp4 import Fp4Experts
 from headway.testing import random_adapter, random_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -148,3 +151,31 @@ def test_adapters_give_what_torch_gives(name: str, monkeypatch: pytest.MonkeyPat
         with open_engine(name, mode, monkeypatch) as engine:
             found.append(engine.run(adapted))
     near(found[1], found[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_in_mxfp4_give_what_their_floats_give(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "auto")
+    what = Description(sinks=True, experts=Experts(4, 2, 64, router_bias=True, bias=True, clamp=2.0, alpha=1.7))
+    sizes = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2, "description": what}
+    floats: Any = random_model(device="cuda", dtype=dtype, **sizes)
+    generator, layers, dense = torch.Generator().manual_seed(0), [], []
+    for layer in floats.layers:
+        parts: dict[str, Fp4Experts] = {}
+        for name in ("gate_up", "down"):
+            matrix = getattr(layer, name)
+            count, n, k = matrix.weight.shape
+            codes = torch.randint(0, 256, (count, n, k // 2), generator=generator).to("cuda", torch.uint8)
+            scales = torch.randint(122, 126, (count, n, k // 32), generator=generator).to("cuda", torch.uint8)
+            parts[name] = Fp4Experts(codes, scales, matrix.bias, matrix.weight.dtype)
+        layers.append(replace(layer, **parts))
+        dense.append(replace(layer, **{name: part.dense() for name, part in parts.items()}))
+    tokens, found = draw(120, 3), []
+    for kept in (layers, dense):
+        decoder = replace(floats, layers=tuple(kept))
+        with hw.Engine(decoder, device="cuda", pages=64) as engine:
+            assert engine.info.runner == "triton"
+            rows = [engine.run(rows_of, tokens, cuts) for cuts in ([], [60, 61, 62, 63])]
+            found.append(np.concatenate(rows))
+    away, largest = np.abs(found[0] - found[1]).max(1), np.abs(found[1]).max()
+    assert np.median(away) <= (1e-4 if dtype == "float32" else 0.1) * largest

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 from headway.kernels.reference.experts import route  # noqa: E402
 from headway.kernels.reference.mlp import activate  # noqa: E402
 from headway.kernels.triton import experts  # noqa: E402
-from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, Routes  # noqa: E402
+from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
 from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
+from headway.models.quantized.fp4 import Fp4Experts  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 TILE = MatmulTile(16, 32, 32, stages=2)
@@ -88,8 +89,8 @@ def test_every_pair_is_multiplied_by_the_matrices_of_its_expert(by_block: bool, 
     experts.route(draw(rows, count, seed=5), routes, normalize=True)
     by = ordered(routes.chosen, count, TILE.rows) if by_block else None
     hidden, parts = (torch.full((rows * k, n), float("nan"), device=DEVICE) for n in (inner, wide))
-    experts.expert_matmul(x, up, hidden, routes, TILE, bias=up_bias, by=by, gate=gate, weighted=True)
-    experts.expert_matmul(hidden, down, parts, routes, TILE, bias=down_bias, by=by)
+    experts.expert_matmul(x, ExpertOperand(up, up_bias), hidden, routes, TILE, by=by, gate=gate, weighted=True)
+    experts.expert_matmul(hidden, ExpertOperand(down, down_bias), parts, routes, TILE, by=by)
     shared, shared_gate, out = draw(rows, wide, seed=6), draw(rows, 1, seed=7), torch.empty(rows, wide, device=DEVICE)
     experts.combine(parts, routes, out, weighted=True, shared=shared, shared_gate=shared_gate)
     for row in range(rows):
@@ -105,3 +106,22 @@ def test_every_pair_is_multiplied_by_the_matrices_of_its_expert(by_block: bool, 
             torch.testing.assert_close(hidden[row * k + j], middle, atol=1e-3, rtol=1e-3)
             total = total + (down[expert] @ middle + down_bias[expert]) * routes.weights[row, j]
         torch.testing.assert_close(out[row], total, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_matrices_in_mxfp4_are_multiplied_as_their_floats(by_block: bool) -> None:
+    rows, count, k, wide, inner = 9, 3, 2, 96, 40
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (count, 2 * inner, wide // 2), generator=generator).to(DEVICE, torch.uint8)
+    scales = torch.randint(120, 130, (count, 2 * inner, wide // 32), generator=generator).to(DEVICE, torch.uint8)
+    bias = draw(count, 2 * inner, seed=4)
+    floats = Fp4Experts(codes, scales, bias, torch.float32).dense()
+    routes, x = empty_routes(rows, k), draw(rows, wide)
+    experts.route(draw(rows, count, seed=5), routes, normalize=True)
+    by = ordered(routes.chosen, count, TILE.rows) if by_block else None
+    for gate, n in ((ExpertGate("silu", 7.0, 1.7), inner), (None, 2 * inner)):
+        found, expected = (torch.full((rows * k, n), float("nan"), device=DEVICE) for _ in range(2))
+        how = {"by": by, "gate": gate}
+        experts.expert_matmul(x, ExpertOperand(codes, bias, scales), found, routes, TILE, **how)
+        experts.expert_matmul(x, ExpertOperand(floats.weight, bias), expected, routes, TILE, **how)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)

@@ -5,7 +5,9 @@ On a GPU captured graphs are compared too; without one the kernels run in Triton
 
 from __future__ import annotations
 
+import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,22 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
+from headway.models.quantized.reference import float_decoder  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
-from support.checks import assert_close, logit_rows, random_tokens  # noqa: E402
+from support.checks import assert_close, logit_rows, random_tokens, reference_logits  # noqa: E402
 from support.descriptions import ALL, DENSE, EXPERTS  # noqa: E402
+from support.hf import build_hf, save_hf  # noqa: E402
+from support.hf_families import CASES as OF_TRANSFORMERS  # noqa: E402
+from support.hf_families import LATENT_AND_CHUNKED, family_model  # noqa: E402
+from support.quantized_files import mxfp4, with_weights  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 N = 17  # two pages, and longer than every small window
 HIDDEN = (3, 4, 7)  # slots that a mask hides
 QUICK = (next(iter(DENSE)), next(iter(EXPERTS)))
+NAMED = [*(name for group in OF_TRANSFORMERS.values() for name in group), *LATENT_AND_CHUNKED["Llama4Text"]]
 CASES = [name if name in QUICK or DEVICE == "cuda" else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 
 
@@ -86,8 +94,6 @@ def test_prompts_in_chunks_beside_each_other_and_in_one_step(name: str, monkeypa
     found = []
 
     async def together(engine: hw.Engine) -> list[list[int]]:
-        import asyncio
-
         async def one(i: int) -> list[int]:
             async with engine.context() as context:
                 return (
@@ -106,19 +112,6 @@ def test_prompts_in_chunks_beside_each_other_and_in_one_step(name: str, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_deterministic_rows_have_the_same_bits_in_any_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = random_tokens(97, 12)
-    with open_engine("triton", monkeypatch, ALL[name], deterministic=True) as engine:
-        with engine.context() as context:
-            whole = logit_rows(context, tokens)
-        engine.cache.clear()
-        with engine.context() as context:
-            rows = [logit_rows(context, tokens[:5]), logit_rows(context, tokens[5:6]), logit_rows(context, tokens[6:])]
-        np.testing.assert_array_equal(np.concatenate(rows), whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
 def test_adapters_are_added_where_the_layers_have_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, tokens = [], random_tokens(97, 9)
     for mode in ("triton", "off"):
@@ -131,7 +124,46 @@ def test_adapters_are_added_where_the_layers_have_matrices(name: str, monkeypatc
             handles = [forward.probe(i, hw.Logits()) for i in range(len(tokens))]
             out = forward.execute().result()
             found.append(np.stack([out.logits(h) for h in handles]))
-            plain = engine.context()
-            assert np.abs(found[-1] - logit_rows(plain, tokens)).max() > 0.01
-            plain.close()
+            with engine.context() as plain:
+                assert np.abs(found[-1] - logit_rows(plain, tokens)).max() > 0.01
     assert_close(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMED)
+def test_families_give_the_logits_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    _, model = family_model(name)
+    tokens = random_tokens(model.config.vocab_size, 50 if DEVICE == "cuda" else 9)
+    expected = reference_logits(model, tokens)
+    with hw.Engine(save_hf(tmp_path, model), device=DEVICE, dtype="float32", pages=16, threads=1) as engine:
+        assert engine.info.runner == "triton"
+        with engine.context() as context:
+            assert_close(logit_rows(context, tokens), expected)
+        engine.cache.clear()
+        with engine.context() as context:
+            rows = [logit_rows(context, tokens[:5]), *(logit_rows(context, [token]) for token in tokens[5:])]
+            assert_close(np.concatenate(rows), expected)
+
+
+def test_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token alone multiplies its experts one by one, a prompt in blocks."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6, "vocab_size": 97}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    _, model = build_hf("GptOssConfig", "GptOssForCausalLM", sizes | rope, 5)
+    floats, tokens = mxfp4(tmp_path, model), random_tokens(97, 7)
+    expected = reference_logits(with_weights(model, floats), tokens)
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    with hw.Engine(tmp_path, device=DEVICE, dtype="float32", pages=8, threads=1) as engine:
+        assert engine.info.format == "float32, mxfp4 experts"
+        assert engine.info.weight_bytes < 4 * engine.info.parameters
+        with engine.context() as context:
+            rows = [logit_rows(context, tokens[:6]), logit_rows(context, tokens[6:])]
+        assert_close(np.concatenate(rows), expected)
+        decoder: Any = engine.decoder
+        dense = float_decoder(decoder)
+    for name in ("gate_up", "down"):
+        assert getattr(dense.layers[0], name).weight.dtype == torch.float32
+    down = floats["model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(dense.layers[0].down.weight, down.swapaxes(1, 2))

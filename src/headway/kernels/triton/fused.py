@@ -233,13 +233,14 @@ def _embed(
     token = tl.load(ints + FIELD * rows + row).to(tl.int64)
     if token < 0:
         token = tl.maximum(tl.load(sampled - 1 - token).to(tl.int64), 0)  # a row without a token: its result is unused
+    place = x + row.to(tl.int64) * E + i
     v = tl.load(table + token * E + i, mask=i < E, other=0.0)
     if SCALE != 1.0:
         v = (v.to(tl.float32) * SCALE).to(v.dtype)
     if positions is not None:
         at = tl.load(ints + AT * rows + row).to(tl.int64)
         v = (v.to(tl.float32) + tl.load(positions + at * E + i, mask=i < E, other=0.0).to(tl.float32)).to(v.dtype)
-    tl.store(x + row.to(tl.int64) * E + i, v, mask=i < E)
+    tl.store(place, v, mask=i < E)
 
 
 @triton.jit
@@ -429,7 +430,10 @@ def _gated(
     wait(AHEAD)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     width: tl.constexpr = F if ALONE else 2 * F
-    gate = activated(tl.load(gate_up + row * width + i, mask=i < F, other=0.0).to(tl.float32), KIND)
-    if not ALONE:
-        gate = gate * tl.load(gate_up + row * width + F + i, mask=i < F, other=0.0).to(tl.float32)
-    tl.store(out + row * F + i, gate.to(out.dtype.element_ty), mask=i < F)
+    gate = tl.load(gate_up + row * width + i, mask=i < F, other=0.0).to(tl.float32)
+    if ALONE:
+        y = activated(gate, KIND)
+    else:
+        up = tl.load(gate_up + row * width + F + i, mask=i < F, other=0.0).to(tl.float32)
+        y = activated(gate, KIND) * up
+    tl.store(out + row * F + i, y.to(out.dtype.element_ty), mask=i < F)

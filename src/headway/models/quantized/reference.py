@@ -27,6 +27,7 @@ from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedE
 from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.quantized.cpu import NORMS as LAYER_NORMS
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.quantized.reference_kinds import OrderedLatentLayer, latent_parts, mixer_of
 from headway.models.variants.latent import LatentDecoder, LatentLayer
 from headway.models.variants.tempered import TemperedDecoder, TemperedLayer
@@ -100,6 +101,12 @@ def _described_parts(model: QuantizedDecoder, quantized: bool) -> dict[str, Any]
     return {"inv_freq": rows if rows.ndim == 2 else rows.expand(model.config.layers, -1), **extras}
 
 
+def _dense_experts(layer: DescribedLayer) -> DescribedLayer:
+    """The layer with experts in floats."""
+    names = [name for name in ("gate_up", "down") if isinstance(getattr(layer, name), Fp4Experts)]
+    return replace(layer, **{name: getattr(layer, name).dense() for name in names})
+
+
 def float_decoder(decoder: Decoder) -> Decoder:
     """A decoder of any device and dtype in float32 on the CPU.
 
@@ -120,7 +127,7 @@ def float_decoder(decoder: Decoder) -> Decoder:
         return replace(x, **parts, **{n: linear(getattr(x, n)) for n in MATRICES})
 
     if isinstance(decoder, DescribedDecoder):
-        return mapped(decoder, wide)
+        return mapped(replace(decoder, layers=tuple(map(_dense_experts, decoder.layers))), wide)
     embedding, output = wide(decoder.embedding), decoder.output
     head: Any = wide(output) if isinstance(output, Tensor) else linear(output)
     return Decoder(

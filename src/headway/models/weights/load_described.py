@@ -10,10 +10,12 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.host.quantized import GROUP
 from headway.kernels.reference.quantized import tensor
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -21,8 +23,10 @@ from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.description import GatedDelta, Mamba2, ShortConv
 from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts, ScaledExperts
 from headway.models.families.family import Cut, Each
+from headway.models.files.mxfp4_folder import Mxfp4Folder
 from headway.models.files.weights import open_weights
 from headway.models.layers import Linear, fused
+from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.recurrent import GatedDeltaMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from headway.models.weights.load import LoadProgress
 from headway.models.weights.roles import Roles
@@ -43,14 +47,15 @@ def load_described(
     device: torch.device,
     progress: LoadProgress | None = None,
     split: Split | None = None,
+    keep_fp4: bool = False,
 ) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device, or a rank's share of
-    it."""
+    it. With `keep_fp4` a folder's experts in MXFP4 stay so."""
     device = device if split is None else torch.device("cpu")
     with open_weights(path) as weights:
         roles = Roles.of(path, config, weights)
         roles.check()
-        return build_described(_DescribedReader(config, dtype, device, roles), progress, split)
+        return build_described(_DescribedReader(config, dtype, device, roles, keep_fp4), progress, split)
 
 
 class RoleReader(Protocol):
@@ -63,6 +68,10 @@ class RoleReader(Protocol):
 
     def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
         """The weight of a role, which must have this shape, of a layer or of the model."""
+        ...
+
+    def fp4(self, roles: tuple[str, ...], layer: int) -> tuple[Tensor, Tensor] | None:
+        """The codes and scales of experts' matrices, one below the other, if they stay in MXFP4 (`Fp4Experts`)."""
         ...
 
     def frequencies(self) -> Tensor:
@@ -78,6 +87,7 @@ class _DescribedReader:
     dtype: torch.dtype
     device: torch.device
     roles: Roles
+    keep_fp4: bool
     last: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
@@ -106,6 +116,23 @@ class _DescribedReader:
         if c.interleaved_weights and role.removesuffix("_bias") in ("q", "k"):
             return half_split(tensor, c.head_dim, c.rope.dim)
         return tensor
+
+    def fp4(self, roles: tuple[str, ...], layer: int) -> tuple[Tensor, Tensor] | None:
+        weights, found = self.roles.weights, list[tuple[Tensor, Tensor]]()
+        if not self.keep_fp4 or not isinstance(weights, Mxfp4Folder):
+            return None
+        for role in roles:
+            part = self.roles.part(role)
+            if not isinstance(part, Cut):
+                return None
+            count, k, n = whole = part.shape(self.config)
+            name = self.roles.claim(self.roles.layer(layer) + part.name, whole)
+            if not weights.is_quantized(name):
+                return None
+            rows = part.take(np.arange(count * n).reshape(count, 1, n), self.config).ravel()
+            codes, scales = (tensor(part).to(self.device) for part in weights.packed_rows(name, rows))
+            found.append((codes.view(count, -1, k // 2), scales.view(count, -1, k // GROUP)))
+        return torch.cat([codes for codes, _ in found], 1), torch.cat([scales for _, scales in found], 1)
 
     def frequencies(self) -> Tensor:
         rows = tensor(self.roles.frequencies()).to(self.device)
@@ -160,6 +187,12 @@ def _layer(reader: RoleReader, i: int) -> DescribedLayer:
     def linear(*roles: str) -> Linear:
         return Linear(*(_stack(read, [r + s for r in roles]) for s in ("", "_bias") if roles[0] + s in shapes))
 
+    def expert(*roles: str) -> Linear | Fp4Experts:
+        if (kept := reader.fp4(roles, i)) is None:
+            return linear(*roles)
+        bias = _stack(read, [f"{role}_bias" for role in roles]) if f"{roles[0]}_bias" in shapes else None
+        return Fp4Experts(*kept, bias, reader.dtype)
+
     norms: dict[str, Any] = {role: read(role) for role in shapes if "norm" in role and role not in OTHER_NORMS}
     norms.setdefault("input_norm", norms.get("post_attention_norm"))  # not used
     norms.setdefault("mlp_norm", norms.get("post_mlp_norm", norms["input_norm"]))  # not used
@@ -168,7 +201,7 @@ def _layer(reader: RoleReader, i: int) -> DescribedLayer:
     if c.description.no_feed_forward:
         gate_up, down, experts = none, none, None
     elif has_experts(c, i):
-        gate_up, down = linear("expert_gate", "expert_up"), linear("expert_down")
+        gate_up, down = expert("expert_gate", "expert_up"), expert("expert_down")
         experts = _experts(c, linear, read, shapes)
     else:
         gate_up = linear("gate", "up") if c.description.gated else linear("up")

@@ -138,7 +138,9 @@ class Backend:
             return dtype_name(self.decoder.dtype)
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         labels = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
-        return ", ".join(dict.fromkeys(filter(None, labels))) or dtype_name(self.decoder.dtype)
+        found = ", ".join(dict.fromkeys(filter(None, labels))) or dtype_name(self.decoder.dtype)
+        own = {getattr(layer.gate_up, "label", "") for layer in self.decoder.layers}  # experts that stay in MXFP4
+        return ", ".join((found, *(label for label in sorted(own) if label and label not in found)))
 
     @property
     def activations(self) -> str:
@@ -280,7 +282,7 @@ def open_backend(
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
         stored = stored_dtype(model) if isinstance(model, Path) else None
-        decoder = _torch_model(model, pick_dtype(dtype, device, stored), device, progress)
+        decoder = _torch_model(model, pick_dtype(dtype, device, stored), device, progress, keep_fp4=fast is None)
         return Backend(decoder, None, reason if fast else "", triton=fast is None, stored=stored)
     thread_pool = _thread_pool(threads, settings)
     if not isinstance(model, Path):
@@ -409,11 +411,15 @@ def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
     return triton.missing()
 
 
-def _torch_model(model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None) -> Decoder:
+def _torch_model(
+    model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None, *, keep_fp4: bool
+) -> Decoder:
+    """A model of floats; experts in MXFP4 may stay so, but for float16, which cannot hold every scale."""
     if not isinstance(model, Path):
         return model
     import torch
 
     from headway.models.weights.load_tensors import load_model
 
-    return load_model(model, dtype=getattr(torch, dtype), device=torch.device(str(device)), progress=progress)
+    where, keep_fp4 = torch.device(str(device)), keep_fp4 and dtype != "float16"
+    return load_model(model, dtype=getattr(torch, dtype), device=where, progress=progress, keep_fp4=keep_fp4)

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.kernels.triton import experts, fused
-from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, Routes
+from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes
+from headway.kernels.triton.launch import shared_memory
 from headway.kernels.triton.matmul import MatmulTile
 from headway.models.described import DescribedLayer
 from headway.models.description import Experts
+from headway.models.layers import Linear
+from headway.models.quantized.fp4 import Fp4Experts
 from headway.runtime.runners.cuda.buffers import ExpertBuffers
 from headway.runtime.runners.cuda.matmuls import Matmuls
 
@@ -39,19 +42,17 @@ class CudaExperts:
             blocks = experts.most_blocks(pairs, self.what.count, tile.rows)
             by = ExpertBlocks(room.order[:pairs], room.blocks[:blocks])
             experts.sort_by_expert(routes.chosen, self.what.count, by, tile.rows, ahead=ahead)
-        inner, parts, up, down = room.inner[:pairs], room.parts[:pairs], layer.gate_up, layer.down
+        inner, parts, up, down = room.inner[:pairs], room.parts[:pairs], _matrices(layer.gate_up), _matrices(layer.down)
         gate = ExpertGate(self.activation, self.what.clamp, self.what.alpha)
-        experts.expert_matmul(
-            h, up.weight, inner, routes, tile, bias=up.bias, by=by, gate=gate, weighted=weighted, ahead=ahead
-        )
-        experts.expert_matmul(inner, down.weight, parts, routes, tile, bias=down.bias, by=by, ahead=ahead)
+        experts.expert_matmul(h, up, inner, routes, tile, by=by, gate=gate, weighted=weighted, ahead=ahead)
+        experts.expert_matmul(inner, down, parts, routes, tile, by=by, ahead=ahead)
         shared, shared_gate = self._shared(layer, h, room)
         experts.combine(parts, routes, out, weighted=not weighted, shared=shared, shared_gate=shared_gate, ahead=ahead)
 
     def _tile(self, pairs: int, dtype: torch.dtype) -> MatmulTile:
         """The tile of these pairs; one for all in deterministic mode."""
         each = 0.0 if self.matmuls.deterministic else pairs / self.what.count
-        return experts.pick_expert_tile(each, dtype)
+        return experts.pick_expert_tile(each, dtype, shared_memory(self.matmuls.device))
 
     def _shared(self, layer: DescribedLayer, h: Tensor, room: ExpertBuffers) -> tuple[Tensor | None, Tensor | None]:
         """What the shared expert makes of rows, and its gate before the sigmoid."""
@@ -66,3 +67,8 @@ class CudaExperts:
             return shared, None
         self.matmuls.linear(h, weights.shared_router, room.shared_gate[:n])
         return shared, room.shared_gate[:n]
+
+
+def _matrices(w: Linear | Fp4Experts) -> ExpertOperand:
+    """As the kernel takes them."""
+    return ExpertOperand(w.codes, w.bias, w.scales) if isinstance(w, Fp4Experts) else ExpertOperand(w.weight, w.bias)
