@@ -106,9 +106,9 @@ class CudaRunner:
         self._fixed_buffers: Buffers | None = None
         self._shared_pages: SharedPages | None = None
         if self.model.shared_room is not None:
-            programs = max(1, PROGRAMS // decoder.config.kv_heads)
-            where = decoder.device
-            self._shared_pages = SharedPages(where, page_size, tile=self.model.chunk, programs=programs, rows=SIZES[-1])
+            programs = max(1, PROGRAMS // 2 // decoder.config.kv_heads)  # one a multiprocessor: they are large
+            how = {"tile": self.model.chunk, "programs": programs, "rows": SIZES[-1]}
+            self._shared_pages = SharedPages(decoder.device, page_size, **how)
         self._free = Upload(1 << 14, torch.int32, decoder.device)
         self._free_buffers: Buffers | None = None
 
