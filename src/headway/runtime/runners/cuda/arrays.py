@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.host.attention import Window
 from headway.kernels.triton import layout
 from headway.runtime.batch import Batch, Segment
 from headway.runtime.runners.mask_runs import Numbers, Runs, mask_runs
@@ -113,7 +114,7 @@ NO_PAGES = np.empty(0, np.int64)
 class StepInts:
     """Lays out the numbers of steps for a model's windows. Decode rows come before the rows of segments."""
 
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     page_size: int
 
     @property
