@@ -390,7 +390,7 @@ class Loop:
             edits = self._allocator.take_edits() if plan is not None or before is None else ()
             self._computing = plan is not None or before is not None
         if self._runner.overlaps:
-            self._switch_interval.set(in_flight=self._computing)  # setting the device to work takes hundreds of turns
+            self._switch_interval.set(on=self._computing)  # setting the device to work takes hundreds of turns
         else:
             self._deliver()  # programs go on while this thread computes
         after = self._in_flight = self._begin(plan, edits, before)
