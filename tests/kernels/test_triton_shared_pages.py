@@ -188,9 +188,8 @@ async def forks(engine: hw.Engine) -> list[list[int]]:
 
 @pytest.mark.usefixtures("share_all")
 def test_forks_decode_the_same_tokens_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: dict[str, Any] = (
-        {} if DEVICE == "cuda" else {"hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
-    )
+    small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
+    model = random_model(device=DEVICE, **({} if DEVICE == "cuda" else small))
     found, shared = {}, 0
     find = SharedPages.find
 
@@ -203,9 +202,7 @@ def test_forks_decode_the_same_tokens_as_by_torch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SharedPages, "find", counted)
     for mode in ("triton", "off"):
         monkeypatch.setenv("HEADWAY_NATIVE", mode)
-        with hw.Engine(
-            random_model(device=DEVICE, **({} if DEVICE == "cuda" else small)), pages=64, threads=1
-        ) as engine:
+        with hw.Engine(model, pages=64, threads=1) as engine:
             found[mode] = engine.run(forks)
     assert found["triton"] == found["off"]
     assert shared > 2
