@@ -358,7 +358,7 @@ class Bench:
         s, c = self.size, config(self.size.big)
         found = []
         with self.engine(s.big, s.many, 2 * s.ask, 8192) as engine:
-            for _ in range(s.repeats + 1):
+            for _ in range(s.repeats + 2):  # a second run still meets sizes that are new
                 build: Build = lambda ctx, i: ctx.generate(  # noqa: E731
                     hw.Sampling(temperature=0.8, top_p=0.95, seed=i), max_tokens=s.ask, stop_only=True
                 )
@@ -366,7 +366,7 @@ class Bench:
         least = prompt_limit(c, s.ask, self.limits) * s.many
         least += s.ask * decode_limit(c, s.many, s.ask + s.ask // 2, self.limits)
         name = f"{s.big}, {s.many} sequences, {s.ask} in, {s.ask} out, whole run"
-        self.add(name, statistics.median(found[1:]), "tok/s", limit=s.many * s.ask / least, target=13_000)
+        self.add(name, statistics.median(found[2:]), "tok/s", limit=s.many * s.ask / least, target=13_000)
 
     def prompt(self) -> None:
         s = self.size

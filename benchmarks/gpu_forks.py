@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import headway as hw
-from headway.runtime.runners.cuda import shared_pages
+from headway.runtime.runners.cuda.attention import shared_pages
 
 if TYPE_CHECKING:
     from gpu import Bench
@@ -76,7 +76,7 @@ def _attention(bench: Bench, engine: hw.Engine, prompt: list[int]) -> float | No
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         engine.run(decode_forks, prompt, bench.size.forks, tokens)
     taken: dict[str, list[float]] = {name: [] for name in ATTENTION}
-    for event in found.events():
+    for event in found.events() or ():
         if event.device_type != torch.autograd.DeviceType.CPU and event.name in taken:
             taken[event.name].append(event.time_range.elapsed_us() / 1e6)
     return engine.config.layers * sum(statistics.median(times) for times in taken.values() if times)

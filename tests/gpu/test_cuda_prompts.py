@@ -5,6 +5,8 @@ Needs a GPU and random models only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ async def last_logits(engine: hw.Engine, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_prompts_by_cudnn_have_the_logits_of_our_kernel(dim: int) -> None:
-    size = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "head_dim": dim, "max_positions": 8192}
+    size: dict[str, Any] = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "head_dim": dim, "max_positions": 8192}
     model = random_model(device="cuda", dtype="bfloat16", **size)
     found: dict[bool, list[np.ndarray]] = {}
     prompts = [np.random.default_rng(n).integers(0, 97, n).tolist() for n in LENGTHS]

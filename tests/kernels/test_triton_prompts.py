@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter and torch computes what cu
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+import headway as hw  # noqa: E402
 from headway.base.specs.brle import Brle  # noqa: E402
 from headway.kernels.triton import layout  # noqa: E402
 from headway.kernels.triton.attention import PagedKV  # noqa: E402
 from headway.kernels.triton.attention_parts import gather, merge  # noqa: E402
 from headway.runtime.batch import NO_POSITIONS, Batch, Segment  # noqa: E402
-from headway.runtime.runners.cuda import prompts  # noqa: E402
-from headway.runtime.runners.cuda.prompts import CausalPrompt, attend_prompt, find_prompts  # noqa: E402
+from headway.runtime.runners.cuda.attention import prompts  # noqa: E402
+from headway.runtime.runners.cuda.attention.prompts import CausalPrompt, attend_prompt, find_prompts  # noqa: E402
+from headway.testing import random_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 8
@@ -49,8 +52,8 @@ def paged(slots: int, rows: int, row: int, seed: int = 0) -> tuple[PagedKV, torc
     ints[-pages:] = table
     pool = pool.to(DEVICE)
     keys, values = (p.transpose(1, 2) for p in pool)
-    whole = [p[table.to(DEVICE)].flatten(0, 1)[:slots] for p in (keys, values)]
-    return PagedKV(keys, values, ints.to(DEVICE), rows, layout.run_field(0), DIM**-0.5), *whole
+    k, v = (p[table.to(DEVICE)].flatten(0, 1)[:slots] for p in (keys, values))
+    return PagedKV(keys, values, ints.to(DEVICE), rows, layout.run_field(0), DIM**-0.5), k, v
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -121,6 +124,36 @@ def test_it_does_not_pay_where_most_of_the_square_is_padding() -> None:
     assert CausalPrompt(0, 2048, 30 * 2048).pays
     assert not CausalPrompt(0, 1025, 0).pays
     assert not CausalPrompt(0, 1024, 2040).pays
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN is there")
+def test_without_cudnn_our_kernel_computes_prompts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prompts, "LEAST", 8)
+    monkeypatch.setattr(prompts, "ROWS", 8)
+    small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
+
+    async def look(engine: hw.Engine) -> np.ndarray:
+        async with engine.context() as ctx:
+            forward = ctx.forward().input(list(range(16)))
+            handle = forward.probe(-1, hw.Hidden(2))  # what looks inside is launched kernel by kernel
+            return (await forward.execute()).hidden(handle)
+
+    found, left = {}, True
+    for mode in ("triton", "off"):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        with hw.Engine(random_model(**small), device="cpu", pages=8, threads=1) as engine:
+            runner = engine._loop._runner  # type: ignore[attr-defined]
+            if mode == "triton":
+                runner.model.takes_prompts = True  # type: ignore[attr-defined]
+            with caplog.at_level("INFO", logger="headway"):
+                found[mode] = engine.run(look)
+            if mode == "triton":
+                left = runner.model.takes_prompts  # type: ignore[attr-defined]
+    assert not left
+    assert "cuDNN cannot compute attention" in caplog.text
+    assert np.abs(found["triton"] - found["off"]).max() < 1e-4
 
 
 def batch(*segments: Segment, written: int | None = None) -> Batch:

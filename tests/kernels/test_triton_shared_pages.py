@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ from headway.kernels.triton import attention, layout  # noqa: E402
 from headway.kernels.triton.attention_parts import attend_shared  # noqa: E402
 from headway.runtime.batch import Batch, DecodeRows  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
-from headway.runtime.runners.cuda import shared_pages  # noqa: E402
 from headway.runtime.runners.cuda.arrays import StepInts  # noqa: E402
-from headway.runtime.runners.cuda.shared_pages import SharedPages, SharedRoom, SharedRun, shared_runs  # noqa: E402
+from headway.runtime.runners.cuda.attention import shared_pages  # noqa: E402
+from headway.runtime.runners.cuda.attention.shared_pages import SharedPages, SharedRoom, SharedRun, shared_runs  # noqa: E402
 from headway.testing import random_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -187,7 +188,8 @@ async def forks(engine: hw.Engine) -> list[list[int]]:
 
 @pytest.mark.usefixtures("share_all")
 def test_forks_decode_the_same_tokens_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {} if DEVICE == "cuda" else {"hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
+    small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
+    model = random_model(device=DEVICE, **({} if DEVICE == "cuda" else small))
     found, shared = {}, 0
     find = SharedPages.find
 
@@ -200,7 +202,7 @@ def test_forks_decode_the_same_tokens_as_by_torch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SharedPages, "find", counted)
     for mode in ("triton", "off"):
         monkeypatch.setenv("HEADWAY_NATIVE", mode)
-        with hw.Engine(random_model(device=DEVICE, **sizes), pages=64, threads=1) as engine:
+        with hw.Engine(model, pages=64, threads=1) as engine:
             found[mode] = engine.run(forks)
     assert found["triton"] == found["off"]
     assert shared > 2

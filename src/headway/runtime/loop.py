@@ -389,7 +389,9 @@ class Loop:
             plan = None if hold else self._scheduler.plan(None if before is None else before.plan)
             edits = self._allocator.take_edits() if plan is not None or before is None else ()
             self._computing = plan is not None or before is not None
-        if not self._runner.overlaps:
+        if self._runner.overlaps:
+            self._switch_interval.set(on=self._computing)  # setting the device to work takes hundreds of turns
+        else:
             self._deliver()  # programs go on while this thread computes
         after = self._in_flight = self._begin(plan, edits, before)
         late_masks = after is not None and before is not None and after.plan.is_constrained

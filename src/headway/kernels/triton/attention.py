@@ -132,8 +132,8 @@ def attend_rows(
             RUN_AT=paged.run_at, PAGE_FIELD=PAGE_AT, HEADS=heads, GROUP=group, DIM=dim, WIDE=_width(dim),
             PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile.slots,
             GP=triton.next_power_of_2(group), SPLITS=splits.most, SB=min(_joined(group, dim), splits.most),
-            LEAST=splits.least, FIXED=splits.fixed, SHARED=before.most, PRECISION=_precision(q), AHEAD=ahead,
-            num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
+            LEAST=splits.least, FIXED=splits.fixed, SHARED=before.most, AT_ONCE=tile.warps,
+            PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
         )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _decode(
     CHOSEN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN_AT: tl.constexpr, PAGE_FIELD: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr, LEAST: tl.constexpr,
-    FIXED: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    FIXED: tl.constexpr, SHARED: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     wait(AHEAD)
@@ -258,16 +258,20 @@ def _decode(
         if SHARED > 0:  # noqa: SIM102 - known when it is compiled
             if split == early:
                 cells = (row.to(tl.int64) * HEADS + head * GROUP + g) * SHARED
-                for i in range(tl.load(shared_counts + row, mask=row < shared_rows, other=0)):
-                    tops = tl.load(shared_peaks + (cells + i) * 2, mask=g < GROUP, other=float("-inf"))
-                    totals = tl.load(shared_peaks + (cells + i) * 2 + 1, mask=g < GROUP, other=0.0)
-                    some = tl.load(shared_sums + (cells + i)[:, None] * DIM + d[None, :], mask=live, other=0.0)
-                    new = tl.maximum(peak, tops)
-                    level = tl.where(new == float("-inf"), 0.0, new)
-                    weight, fade = tl.exp2(tops - level), tl.exp2(peak - level)
-                    total = total * fade + totals * weight
-                    mixed = mixed * fade[:, None] + some * weight[:, None]
-                    peak = new
+                known = tl.load(shared_counts + row, mask=row < shared_rows, other=0)
+                for i in range(0, known, AT_ONCE):
+                    for j in tl.static_range(AT_ONCE):  # their loads do not wait for each other
+                        cell, is_one = cells + i + j, (g < GROUP) & (g * 0 + i + j < known)
+                        tops = tl.load(shared_peaks + cell * 2, mask=is_one, other=float("-inf"))
+                        totals = tl.load(shared_peaks + cell * 2 + 1, mask=is_one, other=0.0)
+                        place = shared_sums + cell[:, None] * DIM + d[None, :]
+                        some = tl.load(place, mask=live & is_one[:, None], other=0.0)
+                        new = tl.maximum(peak, tops)
+                        level = tl.where(new == float("-inf"), 0.0, new)
+                        weight, fade = tl.exp2(tops - level), tl.exp2(peak - level)
+                        total = total * fade + totals * weight
+                        mixed = mixed * fade[:, None] + some * weight[:, None]
+                        peak = new
         begin = first + split * part
         end = tl.minimum(end_slot, begin + part)
         n = tl.arange(0, BN)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.base.system.log import log_event
 from headway.kernels.reference.sampling import RowSampler
+from headway.kernels.transfer import to_device
 from headway.kernels.triton import attention, fused, layout, quantized
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
@@ -32,13 +34,19 @@ from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
 from headway.models.families import is_llama_like
 from headway.models.layers import DecoderLayer
+from headway.runtime.memory import is_out_of_memory
 from headway.runtime.runners.cuda.adapters import CudaAdapters
+from headway.runtime.runners.cuda.attention.prompts import (
+    CausalPrompt,
+    attend_prompt,
+    can_take_prompts,
+    cudnn_attention,
+)
+from headway.runtime.runners.cuda.attention.shared_pages import SharedRoom
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
-from headway.runtime.runners.cuda.prompts import attend_prompt, can_take_prompts, cudnn_attention
 from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
-from headway.runtime.runners.cuda.shared_pages import SharedRoom
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
 
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
@@ -285,7 +293,21 @@ class CudaModel:
         if step.items is not None:
             attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
         for prompt in step.prompts:
-            attend_prompt(q, mixed, paged, prompt, cudnn_attention)
+            self._attend_prompt(q, mixed, paged, prompt)
+
+    def _attend_prompt(self, q: Tensor, mixed: Tensor, paged: PagedKV, prompt: CausalPrompt) -> None:
+        if self.takes_prompts:
+            try:
+                attend_prompt(q, mixed, paged, prompt, cudnn_attention)
+                return
+            except RuntimeError as error:  # this cuDNN has no such kernel
+                if is_out_of_memory(error):
+                    raise
+                log_event("cuDNN cannot compute attention; our kernel does from now on", why=str(error))
+                self.takes_prompts = False
+        numbers = attention.chunk_items([(prompt.row, prompt.rows)], self.chunk)
+        items = to_device(numbers, torch.int32, self.device).view(-1, 2)
+        attention.attend_chunks(q, mixed, paged, items, self.chunk)
 
     def _attend_singles(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep, *, ahead: bool) -> None:
         row_bytes = q.shape[2] * q.element_size()

@@ -41,12 +41,12 @@ from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.runtime.runners.cuda.adapters import CudaAdapter
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
+from headway.runtime.runners.cuda.attention.prompts import CausalPrompt, find_prompts
+from headway.runtime.runners.cuda.attention.shared_pages import SharedPages, SharedStep
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
 from headway.runtime.runners.cuda.model import PROGRAMS, CudaModel
-from headway.runtime.runners.cuda.prompts import CausalPrompt, find_prompts
 from headway.runtime.runners.cuda.readout import CudaReader, Values
-from headway.runtime.runners.cuda.shared_pages import SharedPages, SharedStep
 from headway.runtime.runners.cuda.steps import DeviceStep
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
@@ -107,9 +107,9 @@ class CudaRunner:
         self._fixed_buffers: Buffers | None = None
         self._shared_pages: SharedPages | None = None
         if self.model.shared_room is not None:
-            programs = max(1, PROGRAMS // decoder.config.kv_heads)
-            where = decoder.device
-            self._shared_pages = SharedPages(where, page_size, tile=self.model.chunk, programs=programs, rows=SIZES[-1])
+            programs = max(1, PROGRAMS // 2 // decoder.config.kv_heads)  # one a multiprocessor: they are large
+            how = {"tile": self.model.chunk, "programs": programs, "rows": SIZES[-1]}
+            self._shared_pages = SharedPages(decoder.device, page_size, **how)
         self._free = Upload(1 << 14, torch.int32, decoder.device)
         self._free_buffers: Buffers | None = None
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.models.hooks import Hooks
 from headway.runtime.runners.cuda.adapters import StepTiles
-from headway.runtime.runners.cuda.prompts import CausalPrompt
-from headway.runtime.runners.cuda.shared_pages import SharedStep
+from headway.runtime.runners.cuda.attention.prompts import CausalPrompt
+from headway.runtime.runners.cuda.attention.shared_pages import SharedStep
 
 Mark = Callable[[str], None]  # ends a phase of the profile
 
