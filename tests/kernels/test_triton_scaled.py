@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +188,7 @@ def test_every_tile_gives_the_same(tile: ScaledTile) -> None:
             scaled_matmul.matmul(x, w, y, tile, sums=sums)
             near(y, expected)
         scaled_matmul.matmul(x, w, onto, tile, sums=sums, add=True, factor=1.0 if gated else 16.0)
+        assert w.bias is not None
         near(onto, 1 + (expected if gated else w.bias + 16 * (product - w.bias)))
         if gated:
             own, half = draw(rows, n, seed=3), torch.empty(rows, n // 2, dtype=torch.float16, device=DEVICE)
@@ -226,7 +228,14 @@ def test_an_engine_computes_what_its_reference_does(
 ) -> None:
     """Prompt and decode against torch in float32 over dequantized weights, with rows in fp8."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "layers": 1, "heads": 4, "kv_heads": 2, "vocab_size": 40}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layers": 1,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab_size": 40,
+    }
     decoder = quantize_decoder(random_model(family, device=DEVICE, **sizes), "fp8")
     tokens = [3, 1, 4, 1, 5]
 

@@ -1,8 +1,9 @@
-"""Matmul of many rows with 8-bit weights: tiles of quants become float16 on the way to the tensor cores.
+"""Matmul of many rows with quantized weights: tiles of quants become float16 on the way to the tensor cores.
 
 The kernels of `quantized_kernels` take at most 32 rows at a time, and load them again for every 16 or 32 outputs: with
 more rows that traffic takes the time. These take all of up to 64 rows for 32 to 128 outputs, and as many programs for
-more rows as there are tiles. They read the same blocks: with 8 bits a block of 16 outputs by 64 inputs is row-major.
+more rows as there are tiles. They read the same blocks: with 8 bits a block of 16 outputs by 64 inputs is row-major,
+with four a step takes the two groups of a block apart.
 """
 
 # ruff: noqa: PLR0917
@@ -25,7 +26,7 @@ SPLIT_OUTPUTS, MOST_SPLITS = 8192, 8  # up to this many outputs programs divide 
 
 @dataclass(frozen=True)
 class ByteTile:
-    """Rows, outputs and blocks of inputs per step of a program, and its launch parameters.
+    """Rows, outputs and blocks of inputs per step of a program (two of four-bit quants), and its launch parameters.
 
     With `weights_first` the weights are the first operand, which tensor cores take from registers; else the rows are.
     With `splits` the inputs are divided among programs, for matrices of few outputs.
@@ -72,6 +73,16 @@ def pick_byte_tile(rows: int, outputs: int, inputs: int, shared_memory: int) -> 
     tile = tile if rows <= tile.rows else replace(tile, splits=1)  # programs are many, and the workspace is small
     stage = BLOCK * tile.deep * (2 * tile.rows + tile.outputs)
     floats = 0 if tile.weights_first else 2 * BLOCK * tile.deep * tile.outputs
+    return replace(tile, stages=max(1, min(tile.stages, (shared_memory - floats) // stage)))
+
+
+def pick_nibble_tile(rows: int, outputs: int, inputs: int, shared_memory: int) -> ByteTile | None:
+    """The same for four-bit quants; None where the kernels for few rows are faster."""
+    if rows <= 32 or rows > 64 or outputs <= SPLIT_OUTPUTS:
+        return None
+    tile = ByteTile(64, 256, 1, warps=8)
+    stage = 2 * (tile.outputs * 32 + tile.rows * 128)
+    floats = 2 * tile.outputs * 64
     return replace(tile, stages=max(1, min(tile.stages, (shared_memory - floats) // stage)))
 
 
@@ -143,6 +154,14 @@ def _nibbles(words, PACKED: tl.constexpr):
     return tl.split(both)
 
 
+@triton.jit
+def _scales(at, d, end):
+    """The scales of both groups of blocks d and d + 1, or of the last one."""
+    a, b = tl.minimum(d, end - 1) * 32, tl.minimum(d + 1, end - 1) * 32
+    s0, s1 = tl.load(at + a).to(tl.float32), tl.load(at + a + 1).to(tl.float32)
+    return s0, s1, tl.load(at + b).to(tl.float32), tl.load(at + b + 1).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def nibble_matmul(
     x, quants, scales, y, bias, parts, arrived, rows, n, blocks,
@@ -150,11 +169,14 @@ def nibble_matmul(
     FACTOR: tl.constexpr, SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The same with four-bit quants, whose groups have scales: each group's sums are scaled and added in float32."""
+    """The same with four-bit quants, whose groups have scales: each group's sums are scaled and added in float32.
+
+    Scales are few bytes, which each step loads for the next one, from the L2 cache.
+    """
     launch_next(AHEAD)
     INPUTS: tl.constexpr = (K + 63) // 64
-    PART: tl.constexpr = (INPUTS + SPLITS - 1) // SPLITS
-    WHOLE: tl.constexpr = K % 64 == 0
+    PART: tl.constexpr = ((INPUTS + 1) // 2 + SPLITS - 1) // SPLITS * 2
+    EVEN: tl.constexpr = K % 128 == 0 and INPUTS % (2 * SPLITS) == 0
     first, split = tl.program_id(1) * (BN // 16), tl.program_id(2)
     o, b, c = tl.arange(0, BN), tl.arange(0, BN // 16), tl.arange(0, 32)
     at = quants + tl.minimum(first + b, blocks - 1).to(tl.int64)[:, None] * (INPUTS * 128) + tl.arange(0, 128)[None, :]
@@ -164,19 +186,26 @@ def nibble_matmul(
     xs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * K + column[None, :]
     total = tl.zeros((BN, BM), tl.float32)
     begin, end = split * PART, tl.minimum(split * PART + PART, INPUTS)
-    unit = tl.where(o % 2 == 0, 1.0, 0.0625) if PACKED else tl.where(o % 2 == 0, 1.0, 1.0)
-    s0, s1 = tl.load(scale_at + begin * 32), tl.load(scale_at + begin * 32 + 1)
+    if AHEAD:
+        prefetch(scales + first.to(tl.int64) * (INPUTS * 32), tl.minimum(BN // 16, blocks - first) * (INPUTS * 64))
+    s0, s1, s2, s3 = _scales(scale_at, begin, end)
     wait(AHEAD)
-    for d in range(begin, end):
-        words = tl.load(at + d * 128)
-        x0 = _tile(xs, d * 64, (d * 64 + column < K)[None, :], WHOLE)
-        x1 = _tile(xs, d * 64 + 8, (d * 64 + 8 + column < K)[None, :], WHOLE)
-        after = tl.minimum(d + 1, end - 1) * 32
-        t0, t1 = tl.load(scale_at + after), tl.load(scale_at + after + 1)
-        w0, w1 = _nibbles(words, PACKED)
-        total += tl.dot(w0, tl.trans(x0)) * s0.to(tl.float32)[:, None]
-        total += tl.dot(w1, tl.trans(x1)) * s1.to(tl.float32)[:, None]
-        s0, s1 = t0, t1
+    for d in range(begin, end, 2):
+        near, far = tl.load(at + d * 128), tl.load(at + tl.minimum(d + 1, end - 1) * 128)
+        x0 = _tile(xs, d * 64, (d * 64 + column < K)[None, :], EVEN)
+        x1 = _tile(xs, d * 64 + 8, (d * 64 + 8 + column < K)[None, :], EVEN)
+        most = tl.minimum(end * 64, K)  # of a last block alone
+        x2 = _tile(xs, d * 64 + 64, (d * 64 + 64 + column < most)[None, :], EVEN)
+        x3 = _tile(xs, d * 64 + 72, (d * 64 + 72 + column < most)[None, :], EVEN)
+        t0, t1, t2, t3 = _scales(scale_at, d + 2, end)
+        w0, w1 = _nibbles(near, PACKED)
+        total += tl.dot(w0, tl.trans(x0)) * s0[:, None]
+        total += tl.dot(w1, tl.trans(x1)) * s1[:, None]
+        w2, w3 = _nibbles(far, PACKED)
+        total += tl.dot(w2, tl.trans(x2)) * s2[:, None]
+        total += tl.dot(w3, tl.trans(x3)) * s3[:, None]
+        s0, s1, s2, s3 = t0, t1, t2, t3
+    unit = tl.where(o % 2 == 0, 1.0, 0.0625 if PACKED else 1.0)
     total = total * unit[:, None]
     total = tl.reshape(tl.permute(tl.reshape(total, (BN // 16, 8, 2, BM)), (0, 2, 1, 3)), (BN, BM))
     block = tl.minimum(first + o // 16, blocks - 1)
@@ -250,8 +279,8 @@ def byte_matmul(
 @triton.jit
 def _store(
     total, scales, y, bias, block, row, rows, n,
-    SCALED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BY_ROW: tl.constexpr, FACTOR: tl.constexpr,
-    SCALE: tl.constexpr,
+    SCALED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BY_ROW: tl.constexpr,
+    FACTOR: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Scales a program's sums [BN, BM], applies bias and gate, and stores them."""
     BN: tl.constexpr = total.shape[0]

@@ -154,7 +154,7 @@ class ScaledLayers:
             return
         tile = scaled_matmul.FIXED
         if not self.deterministic:
-            tile = scaled_matmul.pick_tile(len(x), *w.quants.shape, self._shared)
+            tile = scaled_matmul.pick_tile(len(x), w, self._shared)
         scaled_matmul.matmul(x, w, y, tile, row_bias=row_bias, sums=self._split_sums, ahead=self.ahead, **how)
 
 
