@@ -126,12 +126,12 @@ def test_norms_are_quantized_from_floats() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_gate_times_up_is_quantized_from_floats(biased: bool) -> None:
     bias = draw(3, 80, seed=2) if biased else None
-    both, own = unscaled(3, 80), draw(80, seed=7)
-    gate, up = floats_of(both).unflatten(1, (5, 2, 8)).unbind(2)
+    mixed, own = draw(3, 80, seed=1), draw(80, seed=7)
+    gate, up = mixed.unflatten(1, (5, 2, 8)).unbind(2)
+    added = own if bias is None else bias
     rows, kept = ScaledRows.empty(3, 40, own.device), torch.empty(3, 40, device=DEVICE)
-    scaled_rows.gated(replace(both, bias=own), rows, size=40, bias=bias, floats=kept)
-    whole = torch.cat([gate.flatten(1), up.flatten(1)], 1) + (own if bias is None else bias)
-    near(kept, gated_silu(whole, exact=False), 1e-6)
+    scaled_rows.gated(mixed, rows, size=40, bias=added, floats=kept)
+    near(kept, gated_silu(torch.cat([gate.flatten(1), up.flatten(1)], 1) + added, exact=False), 1e-6)
     expected, scales = e4m3_rows(kept)
     assert torch.equal(rows.scales, scales[:, 0])
     assert torch.equal(rows.quants.view(torch.uint8)[:, :40], expected.view(torch.uint8))

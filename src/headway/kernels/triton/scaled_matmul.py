@@ -216,9 +216,18 @@ def pick_row_tile(outputs: int, inputs: int) -> RowTile:
 def sums(x: ScaledRows, w: ScaledMatrix, y: Tensor) -> Unscaled:
     """The sums of rows x times the matrix into y [R, N] bfloat16, by cuBLAS. It needs what `cublas_takes` says."""
     one = _one(x.scales.device)
-    multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    multiply(x.quants, w.quants.t(), one, one, out_dtype=y.dtype, use_fast_accum=False, out=y)
+    _by_cublas(x, w, one, one, y)
     return Unscaled(y, x.scales, w.scales, w.bias)
+
+
+def scaled(x: ScaledRows, w: ScaledMatrix, y: Tensor) -> None:
+    """Rows x times the matrix, with scales and without bias, by cuBLAS: what reads many outputs reads no scales."""
+    _by_cublas(x, w, x.scales[:, None], w.scales[None], y)
+
+
+def _by_cublas(x: ScaledRows, w: ScaledMatrix, rows: Tensor, outputs: Tensor, y: Tensor) -> None:
+    multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    multiply(x.quants, w.quants.t(), rows, outputs, out_dtype=y.dtype, use_fast_accum=False, out=y)
 
 
 def cublas_takes(w: ScaledMatrix, dtype: torch.dtype) -> bool:

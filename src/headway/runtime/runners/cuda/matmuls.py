@@ -64,9 +64,8 @@ class Matmuls:
         """Rows x [R, K] float16 times a quantized matrix into y; `bias` [R, N] float32 is each row's own."""
         assert isinstance(w, CudaQuantizedMatrix)
         alone, tile = not self.deterministic, None
-        if self._split_sums is not None and len(x) >= byte_tiles.LEAST:
-            pick = byte_tiles.pick_nibble_tile if w.kind == "int4" else byte_tiles.pick_byte_tile
-            tile = pick(len(x), w.shape[0], x.shape[1], self._shared)
+        if self._split_sums is not None and w.kind != "int4" and len(x) >= byte_tiles.LEAST:
+            tile = byte_tiles.pick_byte_tile(len(x), w.shape[0], x.shape[1], self._shared)
         how: dict[str, Any] = {"ahead": self.ahead, "alone": alone, "tile": tile, "sums": self._split_sums}
         quantized.matmul(x, w, y, factor=factor, add=add, row_bias=bias, **how)
 
