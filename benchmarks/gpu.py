@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_forks
 import numpy as np
 import torch
 from gpu_models import Limits, config, decode_limit, measure, prompt_limit, random_decoder
@@ -36,7 +37,7 @@ from headway.models.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 Build = Callable[[hw.Context, int], Any]  # a generation for sequence i
-SECTIONS = ("step", "quantized", "decode", "small", "batch", "many", "prompt", "window", "load", "peers")
+SECTIONS = ("step", "quantized", "decode", "small", "batch", "many", "prompt", "window", "forks", "load", "peers")
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class Size:
     prompt: int = 4096
     long: int = 16_000
     window: int = 1024
+    forks: int = 32
     idle: int = 200
     repeats: int = 2
 
 
-QUICK = Size("tiny", "tiny", 24, 6, 3, 4, 6, 40, 60, 8, 6, 1)
+QUICK = Size("tiny", "tiny", 24, 6, 3, 4, 6, 40, 60, 8, 3, 6, 1)
 
 
 @dataclass(frozen=True)
@@ -371,38 +373,6 @@ class Bench:
             taken = [generate(engine, self.prompts(1, s.prompt), greedy(1)).first for _ in range(s.repeats + 2)]
         return s.prompt / statistics.median(taken[2:])
 
-    def window(self) -> None:
-        """A long context: full attention, and a window by mask, whose other pages are trimmed."""
-        s, found = self.size, {}
-        with self.engine(s.big, 9, s.long + s.tokens, 4096) as engine:
-            prompts = self.prompts(1, s.long)
-            for name, mask in (("full", None), ("window", hw.Mask.window(s.window))):
-                for count in (1, 8):
-
-                    async def forks(engine: hw.Engine, mask: Any = mask, count: int = count) -> float:
-                        async with engine.context() as ctx:
-                            await ctx.fill(prompts[0]).flush()
-                            twins = [ctx.fork().fill([1]) for _ in range(count)]
-                            gens = [
-                                t.generate(hw.Argmax(), max_tokens=s.tokens, stop_only=True, attention_mask=mask)
-                                for t in twins
-                            ]
-                            await asyncio.gather(*(anext(g) for g in gens))
-                            began = time.perf_counter()
-                            await asyncio.gather(*(g.tokens() for g in gens))
-                            for twin in twins:
-                                twin.release()
-                            return (time.perf_counter() - began) / (s.tokens - 1)
-
-                    engine.run(forks)
-                    found[name, count] = engine.run(forks)
-        for count in (1, 8):
-            full, part = 1e3 * found["full", count], 1e3 * found["window", count]
-            self.add(
-                f"{s.big}, {count} × {s.long} context, window {s.window}", part, "ms",
-                note=f"full attention {full:.2f} ms: {full / part:.2f} times",
-            )  # fmt: skip
-
     def load(self) -> None:
         """A safetensors folder from the page cache to the device, and process start to first token."""
         from gpu_loading import measure, write_folder
@@ -463,7 +433,9 @@ def run(bench: Bench, sections: Sequence[str]) -> None:
     if "prompt" in sections:
         bench.prompt()
     if "window" in sections:
-        bench.window()
+        gpu_forks.window(bench)
+    if "forks" in sections:
+        gpu_forks.forks(bench)
     if "load" in sections:
         bench.load()
     if "peers" in sections:

@@ -25,6 +25,7 @@ from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
 from headway.models.quantized.reference import float_decoder  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
+from support.eventually import eventually  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 SIZES: dict[str, Any] = {"layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
@@ -103,8 +104,7 @@ def test_an_idle_engine_lets_go_of_what_was_unloaded(monkeypatch: pytest.MonkeyP
         assert engine.stats().adapters == 1
         engine.unload_adapter(adapter)
         engine.cache.clear()
-        gc.collect()
-        assert engine.stats().adapters == 0
+        eventually(lambda: gc.collect() >= 0 and engine.stats().adapters == 0)  # the worker may be at its step's end
 
 
 @pytest.mark.slow

@@ -159,6 +159,13 @@ class ModelConfig:
         return self.head_dim**-0.5 if scale is None else scale
 
     @property
+    def rope_sets(self) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+        """The ropes that occur, and for each layer the number of its own, -1 for one that is not rotated."""
+        ropes = self.description.ropes or (self.rope,) * self.layers
+        sets = tuple(rope for rope in dict.fromkeys(ropes) if rope.dim)
+        return sets, tuple(sets.index(rope) if rope.dim else -1 for rope in ropes)
+
+    @property
     def sliding_windows(self) -> tuple[int | None, ...]:
         """The windows of a model without chunked attention."""
         assert not any(isinstance(window, ChunkWindow) for window in self.windows)

@@ -24,6 +24,14 @@ from headway.runtime.passes import Pass, PassResult, PassStats
 PATIENCE = 64  # steps after which a waiting pass gains on others: a prefill on decodes, any on those that hold pages
 
 
+@dataclass(frozen=True, eq=False)
+class FetchedFiles:
+    """Pages that were read from files, by key; of no use once everything kept was dropped."""
+
+    generation: int
+    pages: Mapping[bytes, bytes]
+
+
 def _nothing() -> None:
     pass
 
@@ -52,6 +60,7 @@ class Job:
     waiters: list[tuple[AbstractEventLoop, AsyncFuture[None]]] = field(default_factory=list)
     on_success: Callable[[Mapping[int, object]], None] = _keep_all  # called under the lock when the table advances
     on_undo: Callable[[], None] = _nothing  # called under the lock when a pass that succeeded is taken back
+    follow_up: Callable[[], None] | None = None  # submits what comes next: see `Loop._follow_up`
     done: int = 0  # tokens computed or found in the prefix cache
     started: bool = False
     pages: list[int] = field(default_factory=list)
@@ -66,6 +75,9 @@ class Job:
     saved: list[StateCheckpoint] = field(default_factory=list)  # of its own slots so far, for the table
     keys: list[bytes] = field(default_factory=list)  # of the pass's whole pages, if they can be cached
     hits: int = 0  # pages found in the prefix cache
+    is_reading: bool = False  # pages of it are read from files
+    reader: Job | None = None  # another one for which pages are read that it waits for
+    fetched: FetchedFiles | None = None  # these pages; they are read once
     kept_pages: frozenset[int] | None = None  # page numbers that attention needs; None: all
     values: dict[int, object] = field(default_factory=dict)
     before: Mark | None = None  # the table before it advanced
@@ -84,6 +96,17 @@ class Job:
     resting: bool = False  # a decoding sequence whose buffer is full, or that is over
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it may be planned: it is neither fed by another pass, nor at rest, nor waits for files."""
+        return self.after is None and not self.resting and not self.waits_for_files
+
+    @property
+    def waits_for_files(self) -> bool:
+        """Whether it, or what it waits for, gets pages from files first."""
+        others = (self.reader, self.after)
+        return self.is_reading or any(job is not None and job.waits_for_files for job in others)
+
+    @property
     def decodes(self) -> bool:
         """Whether it is a decoding sequence whose first token is known."""
         return self.decode is not None and self.decode.begun
@@ -91,7 +114,7 @@ class Job:
     def settle(self) -> None:
         """Its result was delivered: it can no longer be undone, and keeps nothing alive."""
         self.before = self.then = None
-        self.on_success, self.on_undo = _keep_all, _nothing
+        self.on_success, self.on_undo, self.follow_up = _keep_all, _nothing, None
 
     @property
     def remaining(self) -> int:
@@ -145,6 +168,7 @@ class Job:
         """Back to the start. Only `KVCache.give_back` calls this, after it has freed what the job held."""
         self.done = self.replayed = self.replay_from = self.written_from = self.hits = 0
         self.started, self.replay, self.chunk, self.state = False, None, None, None
+        self.is_reading, self.reader = False, None
         self.pages, self.replay_pages, self.keys, self.row_states, self.saved = [], [], [], [], []
         self.values.clear()
 

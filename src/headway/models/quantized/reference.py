@@ -23,7 +23,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Attention, Decoder
 from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.description import PLAIN, NormKind
-from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts
+from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts, ScaledExperts
 from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.quantized.cpu import NORMS as LAYER_NORMS
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
@@ -63,6 +63,10 @@ def _decoder_kind(config: ModelConfig, quantized: bool) -> Any:
     d = config.description
     if d == PLAIN:
         return OrderedDecoder if quantized else Decoder
+    if d.per_layer is not None:
+        from headway.models.quantized.reference_per_layer import decoder_kind
+
+        return decoder_kind(config, quantized=quantized)
     if d.recurrence is not None:
         from headway.models.variants.hybrid import HybridDecoder
 
@@ -86,9 +90,13 @@ def _norm_kind(config: ModelConfig) -> NormKind:
 def _described_parts(model: QuantizedDecoder, quantized: bool) -> dict[str, Any]:
     """What a described decoder has besides layers; an ordered output matrix adds its own bias."""
     rows, bias = tensor(model.inv_freq), model.output.bias
-    extras = {n: tensor(v) for n in ("final_norm_bias", "positions") if (v := getattr(model, n)) is not None}
+    extras: dict[str, Any] = {name: tensor(vector) for name, vector in model.outer_vectors().items()}
     if bias is not None and not quantized:
         extras["output_bias"] = tensor(bias)
+    if model.config.description.per_layer is not None:
+        from headway.models.quantized.reference_per_layer import outer_parts
+
+        extras |= outer_parts(model, quantized=quantized)
     return {"inv_freq": rows if rows.ndim == 2 else rows.expand(model.config.layers, -1), **extras}
 
 
@@ -245,6 +253,13 @@ class OrderedWeightedExperts(OrderedExperts, InputWeightedExperts):
         return InputWeightedExperts.route(self, h)
 
 
+class OrderedScaledExperts(ScaledExperts, OrderedExperts):
+    """Experts with scaled routers whose sums all have a fixed order."""
+
+    def unit(self, h: Tensor) -> Tensor:
+        return ordered.unit_norm(h, self.eps)
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertMatrices:
     """The matrices of each expert."""
@@ -308,22 +323,23 @@ def _described_layer(model: QuantizedDecoder, layer: QuantizedLayer, quantized: 
     if vectors["mlp_norm"] is None:
         vectors["mlp_norm"] = vectors["input_norm"] if c.description.one_norm else vectors["post_mlp_norm"]
     feed_forward: dict[str, Any] = {}
-    if layer.router is None and layer.down is not None:
+    shape = c.kv_shape(model.layers.index(layer))
+    if layer.down is not None:
         feed_forward["gate_up"] = stack([w for w in (layer.gate, layer.up) if w is not None])
-        feed_forward["down"] = stack([_given(layer.down)])
+        feed_forward["down"] = stack([layer.down])
     elif layer.router is not None:
-        feed_forward = _experts(model, layer, quantized)
+        feed_forward = experts_of(model, layer, quantized=quantized)
     none = Linear(torch.empty(0, 0))
     if layer.router is None and layer.down is None:
         feed_forward = {"gate_up": none, "down": none}
     parts, make = _kind_of_layer(model, layer, stack, quantized)
     if "qkv" not in parts:
-        parts["qkv"] = none if layer.q is None else stack([layer.q, _given(layer.k), _given(layer.v)])
+        parts["qkv"] = none if layer.q is None else stack([w for w in (layer.q, layer.k, layer.v) if w is not None])
     return make(
         out=none if layer.o is None else stack([layer.o]),
         heads=c.heads,
-        kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
+        kv_heads=shape.heads,
+        head_dim=shape.dim,
         eps=c.norm_eps,
         description=_from_zero(c).description,
         **vectors,
@@ -337,6 +353,10 @@ def _kind_of_layer(
 ) -> tuple[dict[str, Any], Any]:
     """What a layer has besides a described layer's parts, and its class."""
     d = model.config.description
+    if d.per_layer is not None:
+        from headway.models.quantized.reference_per_layer import layer_parts
+
+        return layer_parts(model, layer, stack, quantized=quantized)
     if d.recurrence is not None:
         from headway.models.variants.hybrid import HybridLayer
 
@@ -351,7 +371,7 @@ def _kind_of_layer(
     return {}, OrderedDescribedLayer if quantized else DescribedLayer
 
 
-def _experts(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) -> dict[str, Any]:
+def experts_of(model: QuantizedDecoder, layer: QuantizedLayer, *, quantized: bool) -> dict[str, Any]:
     """The experts of a layer, and their matrices."""
     c, what, stack = model.config, model.config.description.experts, StackedMatrices.of if quantized else _dense
     assert what is not None
@@ -370,6 +390,10 @@ def _experts(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) ->
         more["correction"] = None if layer.router_correction is None else tensor(layer.router_correction)
     elif what.sigmoid_inputs:
         make = OrderedWeightedExperts if quantized else InputWeightedExperts
+    elif what.beside_dense:
+        make = OrderedScaledExperts if quantized else ScaledExperts
+        scales = {"router_scale": layer.router_scale, "expert_scale": layer.expert_scale}
+        more = {name: tensor(_array(scale)) for name, scale in scales.items()} | {"eps": c.norm_eps}
     return {**parts, "experts": make(what, stack([_given(layer.router)]), *shared, **more)}
 
 

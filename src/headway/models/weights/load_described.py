@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,25 +50,43 @@ def load_described(
     with open_weights(path) as weights:
         roles = Roles.of(path, config, weights)
         roles.check()
-        return _build(_DescribedReader(roles, dtype, device), progress, split)
+        return build_described(_DescribedReader(config, dtype, device, roles), progress, split)
 
 
-@dataclass(frozen=True, eq=False)
-class _DescribedReader:
-    """Weights by role."""
+class RoleReader(Protocol):
+    """Weights by role, of one dtype on one device. `last` are those that were read last, if any are kept."""
 
-    roles: Roles
+    config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    last: dict[str, Tensor]
+
+    def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
+        """The weight of a role, which must have this shape, of a layer or of the model."""
+        ...
+
+    def frequencies(self) -> Tensor:
+        """A row of rotation frequencies for each layer."""
+        ...
+
+
+@dataclass(eq=False)
+class _DescribedReader:
+    """The weights in files."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    roles: Roles
     last: dict[str, Tensor] = field(default_factory=dict)
 
-    def read(self, role: str, shape: tuple[int, ...], at: str) -> Tensor:
-        """The weight of a role, which must have this shape; `at` goes before its name."""
+    def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
+        at = "" if layer is None else self.roles.layer(layer)
         match self.roles.part(role):
             case Each(name):
                 return torch.stack([self._tensor(at + name.format(i), shape[1:]) for i in range(shape[0])])
             case Cut(name, whole, take):
-                c = self.roles.config
+                c = self.config
                 tensor = take(self._tensor(at + name, whole(c)), c)
                 assert tensor.shape == shape, (role, tensor.shape, shape)
                 return self._halves(role, tensor.contiguous())
@@ -84,23 +102,23 @@ class _DescribedReader:
         return self.last[name].view(shape)
 
     def _halves(self, role: str, tensor: Tensor) -> Tensor:
-        c = self.roles.config
+        c = self.config
         if c.interleaved_weights and role.removesuffix("_bias") in ("q", "k"):
             return half_split(tensor, c.head_dim, c.rope.dim)
         return tensor
 
     def frequencies(self) -> Tensor:
-        """A row of rotation frequencies for each layer."""
         rows = tensor(self.roles.frequencies()).to(self.device)
-        return rows if rows.ndim == 2 else rows.expand(self.roles.config.layers, -1)
+        return rows if rows.ndim == 2 else rows.expand(self.config.layers, -1)
 
 
-def _build(reader: _DescribedReader, progress: LoadProgress | None, split: Split | None) -> Decoder:
-    c = reader.roles.config
+def build_described(reader: RoleReader, progress: LoadProgress | None = None, split: Split | None = None) -> Decoder:
+    """The decoder of a reader's config and weights."""
+    c = reader.config
     make = _decoder_kind(c)
     outer: dict[str, Any] = {}
     for role, shape in model_shapes(c).items():
-        outer[role] = reader.read(role, shape, "")
+        outer[role] = reader.read(role, shape, None)
         if split is not None and role in ("embedding", "output"):
             outer[role] = split.vocabulary(outer[role])
             reader.last.clear()
@@ -132,12 +150,12 @@ def _decoder_kind(c: ModelConfig) -> Any:
     return Kind
 
 
-def _layer(reader: _DescribedReader, i: int) -> DescribedLayer:
-    c, at = reader.roles.config, reader.roles.layer(i)
+def _layer(reader: RoleReader, i: int) -> DescribedLayer:
+    c = reader.config
     shapes = layer_shapes(c, i)
 
     def read(role: str) -> Tensor:
-        return reader.read(role, shapes[role], at)
+        return reader.read(role, shapes[role], i)
 
     def linear(*roles: str) -> Linear:
         return Linear(*(_stack(read, [r + s for r in roles]) for s in ("", "_bias") if roles[0] + s in shapes))

@@ -47,7 +47,7 @@ from headway.program.generation.last_seen import LastSeen
 from headway.program.generation.logits_rules import LogitsRules
 from headway.program.generation.lookahead import Lookahead, Waiter
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
-from headway.program.generation.speculation.rounds import Round
+from headway.program.generation.speculation.rounds_ahead import RoundInFlight, RoundsAhead
 from headway.program.generation.speculation.speculation import Speculation, SpeculationStats
 from headway.program.generation.steps import Prepared, Step, StepInFlight, probed
 from headway.program.generation.stops import parse_json, read_stops
@@ -124,6 +124,7 @@ class Generation(Generic[Value_co]):
         self._seen = LastSeen(context)
         self._ahead = Lookahead(context, self._transcript, self._end_ids)
         self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing, verify)
+        self._rounds = None if self._speculation is None else RoundsAhead(context, self._transcript, self._speculation)
         self.finish: str | None = None
         context._generations.add(self)
 
@@ -173,6 +174,8 @@ class Generation(Generic[Value_co]):
                 if token is not None:
                     return self._buffered_step(token)
                 self._come_back()  # nothing may follow the last token
+        if self._rounds is not None and (speculated := await self._claimed_step(self._rounds)) is not None:
+            return speculated
         await self._rule.compile_async()
         step = self._ahead.claim()
         if step is None:
@@ -280,7 +283,7 @@ class Generation(Generic[Value_co]):
         Explicit seeds come along, so the same tokens follow, unless `seed` gives another one; without, the fork samples
         with fresh entropy. A constraint is copied; one without `copy()` raises.
         """
-        self._ahead.check_idle()
+        self._check_idle()
         self._follow()
         context = self._context.fork()  # first: nobody is at work on the constraint of an idle context
         try:
@@ -291,6 +294,8 @@ class Generation(Generic[Value_co]):
             raise
         twin = copy(self)
         twin._context, twin._transcript, twin._speculation = context, transcript, speculation
+        if self._rounds is not None and speculation is not None:
+            twin._rounds = self._rounds.fork(context, transcript, speculation)
         twin._rule, twin._seen = transcript.rule, self._seen.fork(context)
         twin._ahead = self._ahead.fork(context, transcript)
         context._generations.add(twin)
@@ -310,6 +315,8 @@ class Generation(Generic[Value_co]):
     def resume(self, max_tokens: int | None = None) -> Self:
         """Go on after an end, with the context as it is now and `max_tokens` more tokens, or those that were left."""
         more = None if max_tokens is None else _count(max_tokens)
+        if self._rounds is not None and self._rounds.is_there:
+            self._rest()  # it was drafted for as many tokens as were left
         self._follow()
         if more is not None:
             self._most = len(self._transcript.generated) + more
@@ -334,13 +341,28 @@ class Generation(Generic[Value_co]):
     def _rest(self) -> None:
         """Take back what is in flight."""
         with self._context.engine._lock:
-            self._ahead.check_idle()
+            self._check_idle()
             self._come_back()
+
+    def _check_idle(self) -> None:
+        """Raise while a step is in flight."""
+        self._ahead.check_idle()
+        if self._rounds is not None:
+            self._rounds.check_idle()
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether something is in flight that the program has not asked for."""
+        return self._ahead.is_there or (self._rounds is not None and self._rounds.is_there)
 
     def _come_back(self) -> None:
         """What the context calls when somebody looks at it between two steps."""
         if self._ahead.is_there:
             self._retract(self._ahead.fed)
+        elif self._rounds is not None and self._rounds.is_there:
+            with self._context.engine._lock:
+                self._rounds.take_back()
+                self._seen.update()
 
     def _retract(self, token: int | None) -> None:
         """Take back what is in flight; its token waits in the pending buffer instead."""
@@ -352,7 +374,7 @@ class Generation(Generic[Value_co]):
 
     def _follow(self) -> None:
         """Notice what the program has done to the context since the last step."""
-        if self._ahead.is_there:  # nothing: its pass would have been taken back
+        if self._is_ahead:  # nothing: its pass would have been taken back
             return
         seen, begun, cut = self._seen, self._seen.has_begun, self._seen.cut
         if seen.is_current and cut is None:
@@ -456,15 +478,12 @@ class Generation(Generic[Value_co]):
     @property
     def _most_drafts(self) -> int:
         """How many drafts the next pass may have."""
-        context = self._context
-        if context._table.token_budget is not None or len(context._pending) >= context.page_size:
-            return 0  # a rejected draft would count; the prefix cache may have what waits
-        return max(0, min(self._left - 1, context._room()))
+        return 0 if self._rounds is None else self._rounds.most_drafts(self._left)
 
     async def _speculated_step(self) -> Step | None:
         """A step that verifies drafts, or None where none pay."""
-        speculation, began = self._speculation, time.perf_counter()
-        if speculation is None or self._most_drafts == 0 or self._rule.is_slow:
+        speculation, rounds, began = self._speculation, self._rounds, time.perf_counter()
+        if speculation is None or rounds is None or self._most_drafts == 0 or self._rule.is_slow:
             return None  # a slow grammar would be asked for a mask at every draft
         draft, drafting = await speculation.draft(self._most_drafts)
         if not self._seen.is_current:  # somebody changed the context meanwhile
@@ -472,27 +491,43 @@ class Generation(Generic[Value_co]):
         if not len(draft):
             return None
         try:
-            round = Round(self._context, self._drawing, self._transcript, draft, rejects=speculation.rejects)
-            if not len(round):
-                return None
-            out = await round.execute()
+            turn = rounds.begin(self._drawing, draft, drafting=drafting, began=began, left=self._left)
         except HeadwayError:  # a draft may be what fails; where it is not, the pass without drafts says so
             return None
-        step = self._verified_step(round, round.probes(out))
-        host = time.perf_counter() - began - drafting - out.stats.seconds
-        speculation.verified(round, draft, overhead=host, drafting=drafting)
+        return None if turn is None else await self._round_step(rounds, turn)
+
+    async def _claimed_step(self, rounds: RoundsAhead) -> Step | None:
+        """The step of the round that is ahead, if there is one."""
+        turn = rounds.claim(self._left)
+        return None if turn is None else await self._round_step(rounds, turn)
+
+    async def _round_step(self, rounds: RoundsAhead, turn: RoundInFlight) -> Step | None:
+        """The step of a round in flight; None if it fails."""
+        try:
+            out = await rounds.outcome(turn)
+        except HeadwayError:  # as above
+            self._seen.update()
+            return None
+        round = turn.round
+        step = self._verified_step(turn, round.probes(out))
+        if not turn.is_measured:
+            assert self._speculation is not None
+            self._speculation.verified(round, turn.draft, overhead=turn.overhead_now, drafting=turn.drafting)
+        if rounds.is_there:
+            self._context._retract = self._come_back
         return replace(step, drafted=len(round), accepted=round.accepted)
 
-    def _verified_step(self, round: Round, probes: list[tuple[Any, ...]]) -> Step:
+    def _verified_step(self, turn: RoundInFlight, probes: list[tuple[Any, ...]]) -> Step:
         """The step of the tokens that a round adds, up to what ends the text."""
         added: list[int] = []
         with self._context.engine._lock:
             try:
-                end = round.add_to(self._context, added)
+                end = turn.round.add_to(self._context, added, is_in_place=turn.is_in_place)
             finally:
                 self._seen.update()
                 assert self._speculation is not None
-                self._speculation.add(added, guessed=False)
+                if not turn.is_measured:
+                    self._speculation.add(added, guessed=False)
         values = tuple(value for each in probes[: len(added) + (end is not None)] for value in each)
         if end is not None:
             return self._end(self._reason(end), Step(tuple(added), "", values))

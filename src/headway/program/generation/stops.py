@@ -76,6 +76,10 @@ class StopText:
         self.stopped = False
         self.stop_string: str | None = None  # the one that ended the text
 
+    @property
+    def has_stops(self) -> bool:
+        return bool(self._stops)
+
     def push(self, token: int) -> None:
         """One more token."""
         if self._stream is None:

@@ -40,6 +40,11 @@ class Transcript:
         return self._text.stopped
 
     @property
+    def has_stops(self) -> bool:
+        """Whether a stop string may end the text."""
+        return self._text.has_stops
+
+    @property
     def constraint(self) -> Constraint | None:
         """What follows the text, once its grammar is compiled."""
         return self.rule.active

@@ -19,7 +19,7 @@ from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import HostPool, Pool
-from headway.models.capabilities import check_split, why_no_native_layers, why_no_triton_layers
+from headway.models.capabilities import check_split, why_llama_alone, why_no_native_layers, why_no_triton_layers
 from headway.models.config import ModelConfig, read_config
 from headway.models.quantized.cache import WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder
@@ -99,20 +99,26 @@ class Backend:
             sizes["states"] = (places, recurrent, c.state_values // recurrent)
         if len(c.kv_layers) < c.layers:
             inv_freq = inv_freq[list(c.kv_layers)] if inv_freq.ndim == 2 else inv_freq
+        own: dict[str, Any] = {}
+        if any((shape.heads, shape.dim) != (c.kv_heads, c.head_dim) for shape in shapes):
+            assert c.description.ropes is not None
+            own = {"shapes": [(shape.heads, shape.dim) for shape in shapes], "pages": pages, "page_size": page_size}
+            own["rotated"] = [c.description.ropes[layer].dim for layer in c.kv_layers]
         if self.thread_pool is not None:
+            if own:
+                from headway.kv.layer_pool import LayerPool
+
+                return LayerPool(**own, inv_freq=inv_freq, dtype=dtype)
             return HostPool(**sizes, inv_freq=inv_freq, dtype=dtype)
         import torch
 
         from headway.kv.tensor_pool import TensorPool
 
         where = {"dtype": getattr(torch, dtype), "device": decoder.device, "inv_freq": inv_freq}
-        if any((shape.heads, shape.dim) != (c.kv_heads, c.head_dim) for shape in shapes):
+        if own:
             from headway.kv.slot_pool import SlotPool
 
-            assert c.description.ropes is not None
-            rotated = [c.description.ropes[layer].dim for layer in c.kv_layers]
-            heads = [(shape.heads, shape.dim) for shape in shapes]
-            return SlotPool(shapes=heads, rotated=rotated, pages=pages, page_size=page_size, **where)
+            return SlotPool(**own, **where)
         return TensorPool(**sizes, **where, by_head=self.triton)
 
     def release_pool(self) -> None:
@@ -242,7 +248,8 @@ def open_backend(
     if reason is not None:
         need_torch(f"computing this model without the native step ({reason})", _extra(device))
         config = read_config(model) if isinstance(model, Path) else model.config
-        fast = why_not_triton(device, settings) or why_no_triton_layers(config)
+        fast = why_not_triton(device, settings)
+        fast = fast or (why_no_triton_layers(config) if quantize is None else why_llama_alone(config))
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
         if settings.native == "require" and fast is not None:
@@ -318,7 +325,7 @@ def open_ranks(
         kept = pick_dtype(dtype, device, stored)
     else:
         stored, kept = None, dtype_name(model.dtype)
-    fast = why_not_triton(device, settings) or why_no_triton_layers(config)
+    fast = why_not_triton(device, settings) or why_llama_alone(config)
     ranks = Ranks(size, torch.device(device.type, device.index or 0) if device.type == "cuda" else torch.device("cpu"))
     try:
         assert not isinstance(model, QuantizedDecoder)

@@ -121,6 +121,7 @@ class RunAhead:
             seeds=np.array([r.seed for r in readouts], np.uint64),
             adapters=_adapters(jobs),
             states=self._states(jobs),
+            group=object(),
         )
 
     def _states(self, jobs: Sequence[Job]) -> np.ndarray | None:
@@ -150,6 +151,7 @@ class RunAhead:
             seeds=rows.seeds,
             adapters=rows.adapters,
             states=self._states(jobs),
+            group=rows.group,
         )
 
     # -- after a step ----------------------------------------------------------------------------------------------

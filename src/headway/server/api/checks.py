@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headway.base.text import short_repr
 from headway.program.engine import Engine
 from headway.runtime.scheduler.order import BID_LIMIT
 from headway.server.api.streaming import QUEUE_SIZE
@@ -27,7 +28,7 @@ class RequestChecks:
     def in_range(self, name: str, value: int | None, low: int, high: int) -> int | None:
         if value is not None and not low <= value <= high:
             raise bad_request(
-                f"{name} is {value!r:.60}; it must be an integer in [{low}, {high}]", name, "out_of_range"
+                f"{name} is {short_repr(value)}; it must be an integer in [{low}, {high}]", name, "out_of_range"
             )
         return value
 
@@ -81,7 +82,7 @@ class RequestChecks:
         result: dict[int, float] = {}
         for key, value in bias.items():
             if not re.fullmatch(r"[0-9]{1,18}", key):
-                raise bad_request(f"logit_bias has the key {key!r:.60}; its keys must be token ids", "logit_bias")
+                raise bad_request(f"logit_bias has the key {short_repr(key)}; its keys must be token ids", "logit_bias")
             if int(key) >= self.engine.vocab_size:
                 raise unknown_token("a token of logit_bias", int(key), self.engine.vocab_size, "logit_bias")
             if int(key) in result:
@@ -89,7 +90,8 @@ class RequestChecks:
             number = as_number(value)
             if number is None:
                 raise bad_request(
-                    f"logit_bias of token {int(key)} is {value!r:.60}; it must be a finite number", "logit_bias"
+                    f"logit_bias of token {int(key)} is {short_repr(value)}; it must be a finite number",
+                    "logit_bias",
                 )
             result[int(key)] = number
         return result
@@ -98,7 +100,7 @@ class RequestChecks:
         """A seed as the engine takes it: a negative one, which OpenAI allows, becomes the same 64 bits unsigned."""
         if seed is not None and not -(1 << 63) <= seed < 1 << 64:
             raise bad_request(
-                f"seed is {seed!r:.60}; it must be an integer in [-2**63, 2**64 - 1]", "seed", "out_of_range"
+                f"seed is {short_repr(seed)}; it must be an integer in [-2**63, 2**64 - 1]", "seed", "out_of_range"
             )
         return None if seed is None else seed % (1 << 64)
 
@@ -160,11 +162,11 @@ class RequestChecks:
                 "context_length_exceeded",
             )
 
-    def truncated(self, ids: tuple[int, ...], limit: int | None, max_tokens: int | None) -> tuple[int, ...]:
+    def truncated(self, ids: Sequence[int], limit: int | None, max_tokens: int | None) -> tuple[int, ...]:
         """The last tokens of a prompt, as `truncate_prompt_tokens` says; -1 is what the context length leaves."""
         longest = self.engine.config.max_positions
         if limit is None:
-            return ids
+            return tuple(ids)
         if limit != -1 and not 1 <= limit <= longest:
             raise bad_request(
                 f"truncate_prompt_tokens is {limit}; it must be an integer in [1, {longest}], or -1 for as many as fit",
@@ -172,7 +174,7 @@ class RequestChecks:
                 "out_of_range",
             )
         count = limit if limit != -1 else max(1, longest - (1 if max_tokens is None else max_tokens))
-        return ids[-count:]
+        return tuple(ids[-count:])
 
     def max_new_tokens(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
         """The most tokens to generate after a prompt: `max_tokens`, or what the context length leaves."""
@@ -211,5 +213,5 @@ def as_number(value: object) -> float | None:
 
 def unknown_token(where: str, id: int, vocab: int, param: str) -> ApiError:
     """The error for a token id that is not in the vocabulary."""
-    message = f"{where} is {id!r:.60}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
+    message = f"{where} is {short_repr(id)}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
     return bad_request(message, param, "invalid_token")

@@ -15,6 +15,7 @@ from dataclasses import field
 from typing import Any
 
 from headway.base.dataclass import dataclass
+from headway.base.text import short_repr
 from headway.server.api.request_schema import ChatMessage
 from headway.server.api.streaming import json_bytes
 from headway.server.errors import ApiError, bad_request
@@ -75,7 +76,10 @@ class StoredConversation:
         """An item; raises a 404 for any other id."""
         if id not in self.items:
             raise ApiError(
-                404, f"the conversation has no item {id!r:.80}", param="item_id", code="conversation_item_not_found"
+                404,
+                f"the conversation has no item {short_repr(id)}",
+                param="item_id",
+                code="conversation_item_not_found",
             )
         return self.items[id]
 
@@ -102,7 +106,7 @@ class StoredConversation:
             messages = chat_messages(tuple(left.values()))
         except ApiError as error:
             raise bad_request(
-                f"item {id!r:.80} is a call whose output is in the conversation; delete that first", "item_id"
+                f"item {short_repr(id)} is a call whose output is in the conversation; delete that first", "item_id"
             ) from error
         self.items, self.messages = left, messages
         self.items_bytes -= items_size([gone])

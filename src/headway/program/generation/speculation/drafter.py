@@ -78,6 +78,7 @@ class Drafter(Protocol):
         """At most `limit` tokens that may follow `tokens`, the whole sequence so far; none where it has no guess.
 
         It may be async. A plain function must be quick: it is also called to see whether a draft would have been right.
+        The engine's worker calls it too, in its own thread, while the generation waits and nobody else calls it.
         """
         ...
 

@@ -70,9 +70,10 @@ class Round:
         self._rejection: Rejection | None = None
         self.tokens: list[int] = []  # what the round adds
         self.computed = 0  # the first of them that have their slots
+        self.before = self._table.length + len(context._pending)  # tokens before its drafts
         draft = draft if draft.is_line or self._takes_trees() else _first_line(draft)
         self._visit(0, -1, draft, _children(draft))
-        self._first = self._table.length + len(context._pending)  # the slot of the first draft
+        self._first = self.before  # the slot of the first draft
         if rejects and drawing.sampler.temperature > 0:
             self._rejection = Rejection(drawing, context.tokens, context.next_position - 1)
         self._forward = self._build(context) if len(self) else None
@@ -85,6 +86,17 @@ class Round:
     def accepted(self) -> int:
         """How many of them were kept."""
         return len(self._kept)
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether the tokens that it draws are all that decides how the next round draws."""
+        alike = self._drawing.is_alike(len(self._transcript.generated))
+        return alike and self._is_line and self._rejection is None and self._transcript.constraint is None
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has failed, or drawn what ends the text."""
+        return self._error is not None or not self._drawing.end_ids.isdisjoint(self.tokens)
 
     # -- before the pass -------------------------------------------------------------------------------------------
 
@@ -212,9 +224,10 @@ class Round:
 
     # -- after it --------------------------------------------------------------------------------------------------
 
-    def add_to(self, context: Context, added: list[int]) -> int | None:
-        """Put its tokens into transcript and context, up to what ends the text, and into `added`; returns the end token
-        among them. The caller holds the lock, and whatever is raised, context and `added` agree."""
+    def add_to(self, context: Context, added: list[int], *, is_in_place: bool) -> int | None:
+        """Put its tokens into transcript and, unless they are there, context, up to what ends the text, and into
+        `added`; returns the end token among them. The caller holds the lock, and whatever is raised, context and
+        `added` agree."""
         try:
             for token in self.tokens:
                 if token in self._drawing.end_ids:
@@ -224,8 +237,9 @@ class Round:
                 if self._transcript.stopped:
                     break
         finally:
-            context.truncate(max(0, self.computed - len(added)))
-            context.fill(added[self.computed :])
+            if not is_in_place:
+                context.truncate(max(0, self.computed - len(added)))
+                context.fill(added[self.computed :])
         return None
 
     def probes(self, out: Output) -> list[tuple[Any, ...]]:

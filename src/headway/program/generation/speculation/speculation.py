@@ -44,12 +44,13 @@ class Speculation:
     def __init__(
         self, given: Any, context: Context, drawing: Drawing, verify: str = "match", pace: Pace | None = None
     ) -> None:
-        self._given, self._context, self._drawing = given, context, drawing
+        self._given, self._context, self.drawing = given, context, drawing
         self._verify, self.rejects = verify, verify == "rejection"
         probes = drawing.probe if isinstance(drawing.probe, tuple) else (drawing.probe,)
         if self.rejects and any(isinstance(probe, Ranking) for probe in probes):
             raise Unsupported("Ranking reads what was drawn at a row, and verify='rejection' may keep another token")
         self._drafter = self._started()
+        self._lines_only = not context.engine.capabilities.tree_drafts
         self._adaptive = bool(getattr(given, "adaptive", True))
         self._pace = Pace(context.engine._loop.step_costs) if pace is None else pace
         self._tokens: list[int] = []  # those that the drafter knows
@@ -67,18 +68,18 @@ class Speculation:
     def fork(self, context: Context) -> Speculation:
         """The same for a fork of the sequence; what was measured comes along."""
         copied_drafter(self._given)  # raises if it cannot be
-        return Speculation(self._given, context, self._drawing, self._verify, self._pace.copy())
+        return Speculation(self._given, context, self.drawing, self._verify, self._pace.copy())
 
     def _started(self) -> Any:
         """A drafter for this sequence."""
         drafter = copied_drafter(self._given) if hasattr(self._given, "copy") else self._given
         if hasattr(drafter, "bind"):  # those of ours that draw
-            drafter.bind(self._context, self._drawing, rejects=self.rejects)
+            drafter.bind(self._context, self.drawing, rejects=self.rejects)
         return drafter
 
     def redraw(self, drawing: Drawing) -> None:
         """Tokens are drawn with another seed from now on."""
-        self._drawing, self._stale = drawing, True
+        self.drawing, self._stale = drawing, True
         if hasattr(self._drafter, "bind"):
             self._drafter.bind(self._context, drawing, rejects=self.rejects)
 
@@ -123,6 +124,10 @@ class Speculation:
             self._drafter.accept(tuple(tokens))
         except Exception as error:
             self._error = failed(self._drafter, error)
+
+    def is_at(self, tokens: int) -> bool:
+        """Whether the drafter knows a sequence of so many tokens, is a plain function, and has no error to tell."""
+        return not self._stale and len(self._tokens) == tokens and self._error is None and not self._computes
 
     def sync(self) -> None:
         """Read the context's tokens, if they may be others than the drafter knows."""
@@ -176,9 +181,8 @@ class Speculation:
         return self._keen > 0 or self.wanted or not self._adaptive
 
     def _checked(self, drafted: Any, limit: int) -> Draft:
-        engine = self._context.engine
-        lines_only = not engine.capabilities.tree_drafts
-        return checked_draft(self._drafter, drafted, limit, engine.vocab_size, lines_only=lines_only)
+        vocab = self._context.engine.vocab_size
+        return checked_draft(self._drafter, drafted, limit, vocab, lines_only=self._lines_only)
 
     def _ask(self, limit: int) -> Any:
         try:
@@ -209,9 +213,30 @@ class Speculation:
             except Exception as error:
                 raise failed(self._drafter, error) from error
         draft = self._checked(drafted, limit)
-        if not self._computes and len(draft):
-            draft = draft.cut(self._length(draft, len(draft), self._others))
+        if not self._computes:
+            draft = self._as_pays(draft)
         return draft, time.perf_counter() - began
+
+    def draft_now(self, limit: int) -> tuple[Draft, float]:
+        """The same without waiting, where the drafter `is_at` the sequence's end; the next step raises what fails."""
+        began, limit = time.perf_counter(), min(limit, MAX_DRAFT)
+        if limit < 1:
+            return NONE, 0.0
+        try:
+            drafted = self._ask(limit)
+            if isawaitable(drafted):
+                drafted.close()  # type: ignore[attr-defined]
+                self._computes = True
+                return NONE, 0.0
+            draft = self._as_pays(self._checked(drafted, limit))
+        except HeadwayError as error:
+            self._error = error
+            return NONE, 0.0
+        return draft, time.perf_counter() - began
+
+    def _as_pays(self, draft: Draft) -> Draft:
+        """As many of these drafts as pay."""
+        return draft.cut(self._length(draft, len(draft), self._others)) if len(draft) else draft
 
     def verified(self, round: Round, draft: Draft, *, overhead: float, drafting: float) -> None:
         """A round has ended: measure it."""
