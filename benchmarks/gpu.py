@@ -201,7 +201,7 @@ class Bench:
             self.add(f"… step with {name}", plain / drawn, "of plain", target=0.9)
 
     def quantized(self) -> None:
-        """Decode steps with quantized weights."""
+        """Decode steps and prompts with quantized weights."""
         from gpu_steps import decode_batch, runner_for, step_seconds
 
         from headway.kernels.triton.quantized import KINDS
@@ -228,6 +228,8 @@ class Bench:
                 target = 2.2 if (kind, rows) == ("int4", 1) else None
                 note = f"bfloat16 {1e3 * whole:.2f} ms"
                 self.add("… against bfloat16", whole / taken, "times", target=target, note=note)
+            if self.device.type == "cuda":
+                self.add(f"{s.big} in {kind}, prompt of {s.prompt}", self._prompt_rate(decoder), "tok/s")
             del decoder
             self.clear()
 
@@ -370,11 +372,16 @@ class Bench:
 
     def prompt(self) -> None:
         s = self.size
-        with self.engine(s.big, 1, s.prompt, s.prompt) as engine:
-            taken = [generate(engine, self.prompts(1, s.prompt), greedy(1)).first for _ in range(s.repeats + 2)]
-        rate = s.prompt / statistics.median(taken[2:])
+        rate = self._prompt_rate(self.decoder(s.big))
         most = s.prompt / prompt_limit(config(s.big), s.prompt, self.limits)
         self.add(f"{s.big}, prompt of {s.prompt}", rate, "tok/s", limit=most, target=38_000)
+
+    def _prompt_rate(self, decoder: Decoder) -> float:
+        """Tokens a second from a long prompt to its first token."""
+        s = self.size
+        with hw.Engine(decoder, pages=2 * (2 + s.prompt // 16) + 64, max_batch_tokens=s.prompt) as engine:
+            taken = [generate(engine, self.prompts(1, s.prompt), greedy(1)).first for _ in range(s.repeats + 2)]
+        return s.prompt / statistics.median(taken[2:])
 
     def load(self) -> None:
         """A safetensors folder from the page cache to the device, and process start to first token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,12 +126,12 @@ def test_norms_are_quantized_from_floats() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_gate_times_up_is_quantized_from_floats(biased: bool) -> None:
     bias = draw(3, 80, seed=2) if biased else None
-    both, own = unscaled(3, 80), draw(80, seed=7)
-    gate, up = floats_of(both).unflatten(1, (5, 2, 8)).unbind(2)
+    mixed, own = draw(3, 80, seed=1), draw(80, seed=7)
+    gate, up = mixed.unflatten(1, (5, 2, 8)).unbind(2)
+    added = own if bias is None else bias
     rows, kept = ScaledRows.empty(3, 40, own.device), torch.empty(3, 40, device=DEVICE)
-    scaled_rows.gated(replace(both, bias=own), rows, size=40, bias=bias, floats=kept)
-    whole = torch.cat([gate.flatten(1), up.flatten(1)], 1) + (own if bias is None else bias)
-    near(kept, gated_silu(whole, exact=False), 1e-6)
+    scaled_rows.gated(mixed, rows, size=40, bias=added, floats=kept)
+    near(kept, gated_silu(torch.cat([gate.flatten(1), up.flatten(1)], 1) + added, exact=False), 1e-6)
     expected, scales = e4m3_rows(kept)
     assert torch.equal(rows.scales, scales[:, 0])
     assert torch.equal(rows.quants.view(torch.uint8)[:, :40], expected.view(torch.uint8))
@@ -187,6 +188,7 @@ def test_every_tile_gives_the_same(tile: ScaledTile) -> None:
             scaled_matmul.matmul(x, w, y, tile, sums=sums)
             near(y, expected)
         scaled_matmul.matmul(x, w, onto, tile, sums=sums, add=True, factor=1.0 if gated else 16.0)
+        assert w.bias is not None
         near(onto, 1 + (expected if gated else w.bias + 16 * (product - w.bias)))
         if gated:
             own, half = draw(rows, n, seed=3), torch.empty(rows, n // 2, dtype=torch.float16, device=DEVICE)
@@ -226,7 +228,14 @@ def test_an_engine_computes_what_its_reference_does(
 ) -> None:
     """Prompt and decode against torch in float32 over dequantized weights, with rows in fp8."""
     monkeypatch.setenv("HEADWAY_NATIVE", "triton")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "layers": 1, "heads": 4, "kv_heads": 2, "vocab_size": 40}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layers": 1,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab_size": 40,
+    }
     decoder = quantize_decoder(random_model(family, device=DEVICE, **sizes), "fp8")
     tokens = [3, 1, 4, 1, 5]
 

@@ -27,7 +27,7 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.kernels.triton import quantized_kernels as kernels
 from headway.kernels.triton.launch import options
-from headway.kernels.triton.quantized_tiles import ByteTile, SplitSums, byte_matmul, nibble_matmul
+from headway.kernels.triton.quantized_tiles import ByteTile, SplitSums, byte_matmul
 
 BlockKind = Literal["int4", "int8"]
 QuantKind = Literal["int4", "int8", "fp8"]
@@ -211,22 +211,20 @@ def matmul(
         )  # fmt: skip
         return
     if isinstance(tile, ByteTile):
+        assert w.kind != "int4"
         cells = triton.cdiv(rows, tile.rows), triton.cdiv(blocks * ROWS, tile.outputs), tile.splits
+        tensors = (x, w.quants.view(torch.uint8), w.scales, y, bias)
         if tile.splits > 1:
             assert sums is not None
             assert sums.parts.numel() >= cells[0] * cells[1] * tile.splits * tile.rows * tile.outputs
         sums_at = (w.scales, w.scales) if sums is None else (sums.parts, sums.arrived)
-        how = {
-            "K": k, "GATED": w.gated, "ADD": add, "BIAS": added is not None, "BY_ROW": row_bias is not None,
-            "FACTOR": factor, "SCALE": scale, "BM": tile.rows, "BN": tile.outputs, "SPLITS": tile.splits,
-            "PACKED": x.is_cuda, "AHEAD": ahead, "num_warps": tile.warps, "num_stages": tile.stages, **options(ahead),
-        }  # fmt: skip
-        if w.kind == "int4":
-            nibble_matmul[cells](x, w.quants, w.scales, y, bias, *sums_at, rows, n, blocks, **how)
-        else:
-            quants = w.quants.view(torch.uint8)
-            how |= {"DEEP": tile.deep, "FIRST": tile.weights_first}
-            byte_matmul[cells](x, quants, w.scales, y, bias, *sums_at, rows, n, blocks, **how)
+        byte_matmul[cells](
+            *tensors, *sums_at, rows, n, blocks,
+            K=k, GATED=w.gated, ADD=add, BIAS=added is not None, BY_ROW=row_bias is not None,
+            FACTOR=factor, SCALE=scale, BM=tile.rows, BN=tile.outputs, DEEP=tile.deep, SPLITS=tile.splits,
+            FIRST=tile.weights_first, PACKED=x.is_cuda, AHEAD=ahead,
+            num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
+        )  # fmt: skip
         return
     columns = columns_for(rows)
     t = tile or pick_tile(w.kind, blocks, deep, columns)

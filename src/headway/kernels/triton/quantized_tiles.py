@@ -105,97 +105,6 @@ def _tile(at, d, inside, EVEN: tl.constexpr):
     return tl.load(at + d, mask=inside, other=0)
 
 
-@triton.jit
-def _nibbles(words, PACKED: tl.constexpr):
-    """Four-bit quants of words [B, 128] as float16, [16 B, 32] for each of the two groups of inputs.
-
-    Outputs come in the order block, r, h. On a device those of h = 1 are 16 times as large.
-    """
-    if PACKED:
-        u0, u1, u2, u3 = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 u, k, l, m;
-            mov.b32 k, 0x64006400;
-            mov.b32 l, 0x64086408;
-            mov.b32 m, 0x64806480;
-            shr.u32 u, $4, 8;
-            lop3.b32 $0, $4, 0x000f000f, k, 0xea;
-            lop3.b32 $1, u, 0x000f000f, k, 0xea;
-            lop3.b32 $2, $4, 0x00f000f0, k, 0xea;
-            lop3.b32 $3, u, 0x00f000f0, k, 0xea;
-            sub.rn.f16x2 $0, $0, l;
-            sub.rn.f16x2 $1, $1, l;
-            sub.rn.f16x2 $2, $2, m;
-            sub.rn.f16x2 $3, $3, m;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r", [words], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
-        )  # fmt: skip
-        pairs = tl.join(tl.join(u0, u1), tl.join(u2, u3))  # [B, 128, p, h]
-        low = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        high = ((pairs >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    else:
-        first = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12))
-        low, high = ((first & 15) - 8).to(tl.float16), ((first >> 16 & 15) - 8).to(tl.float16)
-    both = tl.reshape(tl.join(low, high), (words.shape[0], 8, 4, 2, 2, 2, 2, 2))  # r, q, group, t % 2, p, h, w
-    both = tl.reshape(tl.permute(both, (0, 1, 6, 2, 4, 5, 7, 3)), (words.shape[0] * 16, 32, 2))
-    return tl.split(both)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def nibble_matmul(
-    x, quants, scales, y, bias, parts, arrived, rows, n, blocks,
-    K: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BY_ROW: tl.constexpr,
-    FACTOR: tl.constexpr, SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    PACKED: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """The same with four-bit quants, whose groups have scales: each group's sums are scaled and added in float32."""
-    launch_next(AHEAD)
-    INPUTS: tl.constexpr = (K + 63) // 64
-    PART: tl.constexpr = (INPUTS + SPLITS - 1) // SPLITS
-    WHOLE: tl.constexpr = K % 64 == 0
-    first, split = tl.program_id(1) * (BN // 16), tl.program_id(2)
-    o, b, c = tl.arange(0, BN), tl.arange(0, BN // 16), tl.arange(0, 32)
-    at = quants + tl.minimum(first + b, blocks - 1).to(tl.int64)[:, None] * (INPUTS * 128) + tl.arange(0, 128)[None, :]
-    scale_at = scales + tl.minimum(first + o // 16, blocks - 1).to(tl.int64) * (INPUTS * 32) + o % 16 * 2
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    column = c // 8 * 16 + c % 8
-    xs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * K + column[None, :]
-    total = tl.zeros((BN, BM), tl.float32)
-    begin, end = split * PART, tl.minimum(split * PART + PART, INPUTS)
-    unit = tl.where(o % 2 == 0, 1.0, 0.0625) if PACKED else tl.where(o % 2 == 0, 1.0, 1.0)
-    s0, s1 = tl.load(scale_at + begin * 32), tl.load(scale_at + begin * 32 + 1)
-    wait(AHEAD)
-    for d in range(begin, end):
-        words = tl.load(at + d * 128)
-        x0 = _tile(xs, d * 64, (d * 64 + column < K)[None, :], WHOLE)
-        x1 = _tile(xs, d * 64 + 8, (d * 64 + 8 + column < K)[None, :], WHOLE)
-        after = tl.minimum(d + 1, end - 1) * 32
-        t0, t1 = tl.load(scale_at + after), tl.load(scale_at + after + 1)
-        w0, w1 = _nibbles(words, PACKED)
-        total += tl.dot(w0, tl.trans(x0)) * s0.to(tl.float32)[:, None]
-        total += tl.dot(w1, tl.trans(x1)) * s1.to(tl.float32)[:, None]
-        s0, s1 = t0, t1
-    total = total * unit[:, None]
-    total = tl.reshape(tl.permute(tl.reshape(total, (BN // 16, 8, 2, BM)), (0, 2, 1, 3)), (BN, BM))
-    block = tl.minimum(first + o // 16, blocks - 1)
-    if SPLITS > 1:
-        tiles = tl.num_programs(0) * tl.num_programs(1)
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        own = parts + tile * (BN * BM) + o[:, None] * BM + tl.arange(0, BM)[None, :]
-        tl.store(own + split * tiles * (BN * BM), total)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            tl.atomic_xchg(arrived + tile, 0)
-            total = tl.load(own)
-            for i in tl.static_range(1, SPLITS):
-                total += tl.load(own + i * tiles * (BN * BM))
-            _store(total, scales, y, bias, block, row, rows, n, False, GATED, ADD, BIAS, BY_ROW, FACTOR, SCALE)
-    else:
-        _store(total, scales, y, bias, block, row, rows, n, False, GATED, ADD, BIAS, BY_ROW, FACTOR, SCALE)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def byte_matmul(
     x, quants, scales, y, bias, parts, arrived, rows, n, blocks,
@@ -242,24 +151,22 @@ def byte_matmul(
             total = tl.load(own)
             for i in tl.static_range(1, SPLITS):
                 total += tl.load(own + i * tiles * (BN * BM))
-            _store(total, scales, y, bias, block, row, rows, n, True, GATED, ADD, BIAS, BY_ROW, FACTOR, SCALE)
+            _store(total, scales, y, bias, block, row, rows, n, GATED, ADD, BIAS, BY_ROW, FACTOR, SCALE)
     else:
-        _store(total, scales, y, bias, block, row, rows, n, True, GATED, ADD, BIAS, BY_ROW, FACTOR, SCALE)
+        _store(total, scales, y, bias, block, row, rows, n, GATED, ADD, BIAS, BY_ROW, FACTOR, SCALE)
 
 
 @triton.jit
 def _store(
     total, scales, y, bias, block, row, rows, n,
-    SCALED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BY_ROW: tl.constexpr,
-    FACTOR: tl.constexpr, SCALE: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BY_ROW: tl.constexpr, FACTOR: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     """Scales a program's sums [BN, BM], applies bias and gate, and stores them."""
     BN: tl.constexpr = total.shape[0]
     BM: tl.constexpr = total.shape[1]
     o = tl.arange(0, BN)
-    total = total * FACTOR
-    if SCALED:
-        total = total * tl.load(scales + block * 16 + o % 16)[:, None]
+    total = total * FACTOR * tl.load(scales + block * 16 + o % 16)[:, None]
     if GATED:
         # Outputs r of a block are gates and r + 8 their ups.
         gate, up = tl.split(tl.permute(tl.reshape(total, (BN // 16, 2, 8, BM)), (0, 2, 3, 1)))

@@ -106,11 +106,12 @@ FIXED = ScaledTile(64, 128, 128)  # of every row in deterministic mode
 WIDE_OUTPUTS, MOST_SPLITS, SPLIT_ROWS = 8192, 4, 64  # up to so many outputs and rows programs divide the inputs
 
 
-def pick_tile(rows: int, outputs: int, inputs: int, shared_memory: int) -> ScaledTile:
+def pick_tile(rows: int, w: ScaledMatrix, shared_memory: int) -> ScaledTile:
     """The fastest tile on an H200 for this many rows, and a matrix of this size.
 
     `shared_memory` is what a program may use, in bytes; a smaller device gets fewer stages.
     """
+    outputs, inputs = w.quants.shape
     few = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if rows > SPLIT_ROWS:
         tile = ScaledTile(128, 128, 128, warps=8)
@@ -208,15 +209,25 @@ def pick_row_tile(outputs: int, inputs: int) -> RowTile:
         blocks = max(1, min(4, triton.next_power_of_2(inputs // 64) // 8))
         return RowTile(blocks, blocks)
     if inputs > 8192:
-        return RowTile(8, 8)
+        return RowTile(4, 4)
     return RowTile(2, 2) if outputs > 16384 else RowTile(8, 4) if outputs > 4096 else RowTile(16, 4)
 
 
 def sums(x: ScaledRows, w: ScaledMatrix, y: Tensor) -> Unscaled:
     """The sums of rows x times the matrix into y [R, N] bfloat16, by cuBLAS. It needs what `cublas_takes` says."""
     one = _one(x.scales.device)
-    torch._scaled_mm(x.quants, w.quants.t(), one, one, out_dtype=y.dtype, use_fast_accum=False, out=y)
+    _by_cublas(x, w, one, one, y)
     return Unscaled(y, x.scales, w.scales, w.bias)
+
+
+def scaled(x: ScaledRows, w: ScaledMatrix, y: Tensor) -> None:
+    """Rows x times the matrix, with scales and without bias, by cuBLAS: what reads many outputs reads no scales."""
+    _by_cublas(x, w, x.scales[:, None], w.scales[None], y)
+
+
+def _by_cublas(x: ScaledRows, w: ScaledMatrix, rows: Tensor, outputs: Tensor, y: Tensor) -> None:
+    multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    multiply(x.quants, w.quants.t(), rows, outputs, out_dtype=y.dtype, use_fast_accum=False, out=y)
 
 
 def cublas_takes(w: ScaledMatrix, dtype: torch.dtype) -> bool:

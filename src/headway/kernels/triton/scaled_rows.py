@@ -93,7 +93,7 @@ def quantize(x: Tensor, out: ScaledRows, *, ahead: bool = False) -> None:
 
 
 def gated(
-    gate_up: Unscaled,
+    gate_up: Tensor,
     out: ScaledRows,
     *,
     size: int,
@@ -103,14 +103,14 @@ def gated(
 ) -> None:
     """silu(gate) × up, quantized, of rows in which eight gates and their ups alternate, [R, 2 × `size`] or more.
 
-    A `bias` [2 × size], gates before ups, is first added, `gate_up`'s or this one of each row, [R, 2 × size] float32.
-    `floats` [R, size] get the same in floats.
+    A `bias` [2 × size], or one for each row [R, 2 × size], gates before ups, is first added. `floats` [R, size] get the
+    same in floats.
     """
-    wide, added = _wide(out.quants.shape[1]), gate_up.bias if bias is None else bias
-    _gated[(len(gate_up.sums),)](
-        gate_up.sums, gate_up.rows, gate_up.outputs, out.scales if added is None else added,
-        out.quants.view(torch.uint8), out.scales, gate_up.sums if floats is None else floats, gate_up.sums.stride(0),
-        BIAS=added is not None, BY_ROW=bias is not None, FLOATS=floats is not None, F=size,
+    wide = _wide(out.quants.shape[1])
+    _gated[(len(gate_up),)](
+        gate_up, gate_up if bias is None else bias, out.quants.view(torch.uint8), out.scales,
+        gate_up if floats is None else floats, gate_up.stride(0),
+        BIAS=bias is not None, BY_ROW=bias is not None and bias.ndim == 2, FLOATS=floats is not None, F=size,
         STORED=out.quants.shape[1], WIDE=wide, PACKED=out.scales.is_cuda, AHEAD=ahead,
         num_warps=_warps(wide), **options(ahead),
     )  # fmt: skip
@@ -212,18 +212,16 @@ def _quantize(
 
 @triton.jit
 def _gated(
-    sums, row_scales, output_scales, bias, quants, scales, floats, stride,
+    gate_up, bias, quants, scales, floats, stride,
     BIAS: tl.constexpr, BY_ROW: tl.constexpr, FLOATS: tl.constexpr, F: tl.constexpr, STORED: tl.constexpr,
     WIDE: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     wait(AHEAD)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    at, scale = i // 8 * 16 + i % 8, tl.load(row_scales + row)
-    gate = tl.load(sums + row * stride + at, mask=i < F, other=0.0).to(tl.float32)
-    gate = gate * scale * tl.load(output_scales + at, mask=i < F, other=0.0)
-    up = tl.load(sums + row * stride + at + 8, mask=i < F, other=0.0).to(tl.float32)
-    up = up * scale * tl.load(output_scales + at + 8, mask=i < F, other=0.0)
+    at = gate_up + row * stride + i // 8 * 16 + i % 8
+    gate = tl.load(at, mask=i < F, other=0.0).to(tl.float32)
+    up = tl.load(at + 8, mask=i < F, other=0.0).to(tl.float32)
     if BIAS:
         own = bias + row * 2 * F if BY_ROW else bias
         gate += tl.load(own + i, mask=i < F, other=0.0).to(tl.float32)

@@ -111,5 +111,5 @@ def _multiply(x: torch.Tensor, w: Any, y: torch.Tensor) -> None:
     if len(x) == 1:
         scaled_matmul.matvec(rows, w, y)
     else:
-        tile = scaled_matmul.pick_tile(len(x), *w.quants.shape, shared_memory(x.device))
+        tile = scaled_matmul.pick_tile(len(x), w, shared_memory(x.device))
         scaled_matmul.matmul(rows, w, y, tile, sums=scaled_matmul.split_sums(x.device))

@@ -144,9 +144,11 @@ class Backend:
 
     @property
     def activations(self) -> str:
-        """The narrowest float type that activations are rounded to; quantized formats of CUDA devices take float16."""
+        """The narrowest type that activations are rounded to; quantized formats of CUDA devices take float16 or fp8."""
         dtype = dtype_name(self.decoder.dtype)
         floats = self.ranks is not None or is_tensor(self.decoder.output)
+        if not floats and self.format.startswith("fp8"):
+            return "fp8"
         halved = not isinstance(self.decoder, QuantizedDecoder) and not floats
         return "float16" if halved and dtype == "float32" else dtype
 

@@ -1,9 +1,9 @@
 """The layers of a decoder in fp8: rows are quantized in front of every matmul, whatever their number.
 
 Up to ALONE rows, and in other dtypes than bfloat16, the matmuls are Triton kernels that apply the scales, the gate and
-the residual; of more rows they are cuBLAS's, whose sums go without their scales to the small kernel behind each, except
-gate × up of up to TILES rows. What adapters add comes from rows that are not quantized. In deterministic mode every row
-goes through one tile.
+the residual. Those of more rows are cuBLAS's, whose sums go without their scales to the small kernel behind each; gate
+× up takes one kernel of ours for up to TILES rows, and cuBLAS with scales for more. What adapters add comes from rows
+that are not quantized. In deterministic mode every row goes through one tile.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ class ScaledLayers:
         bias, inner = self.matmuls.gate_up_delta(l, floats, step.adapters), buffers.inner[:n]
         rows, size = buffers.scaled["inner"].first(n), self.decoder.config.intermediate_size
         if n > TILES and self._by_cublas(n, w):
-            sums = scaled_matmul.sums(h, w, buffers.gate_up[:n])
-            read = None if step.adapters is None else inner
-            scaled_rows.gated(sums, rows, size=size, bias=bias, floats=read, ahead=self.ahead)
+            gate_up, read = buffers.gate_up[:n], None if step.adapters is None else inner
+            scaled_matmul.scaled(h, w, gate_up)
+            added = w.bias if bias is None else bias
+            scaled_rows.gated(gate_up, rows, size=size, bias=added, floats=read, ahead=self.ahead)
             return rows, 1.0
         self._tiled(h, w, inner, row_bias=bias)
         scaled_rows.quantize(inner, rows, ahead=self.ahead)
@@ -154,7 +155,7 @@ class ScaledLayers:
             return
         tile = scaled_matmul.FIXED
         if not self.deterministic:
-            tile = scaled_matmul.pick_tile(len(x), *w.quants.shape, self._shared)
+            tile = scaled_matmul.pick_tile(len(x), w, self._shared)
         scaled_matmul.matmul(x, w, y, tile, row_bias=row_bias, sums=self._split_sums, ahead=self.ahead, **how)
 
 
