@@ -21,10 +21,10 @@ from headway.base.errors import Unsupported  # noqa: E402
 from headway.kernels.reference.mlp import gated_silu  # noqa: E402
 from headway.kernels.reference.norm import rms_norm  # noqa: E402
 from headway.kernels.reference.quantized import e4m3_rows  # noqa: E402
-from headway.kernels.triton import scaled_matmul, scaled_rows  # noqa: E402
+from headway.kernels.triton.fp8 import scaled_matmul, scaled_rows  # noqa: E402
+from headway.kernels.triton.fp8.scaled_matmul import INNER, ScaledMatrix, ScaledTile  # noqa: E402
+from headway.kernels.triton.fp8.scaled_rows import ScaledRows, Unscaled  # noqa: E402
 from headway.kernels.triton.quantized_tiles import SplitSums  # noqa: E402
-from headway.kernels.triton.scaled_matmul import INNER, ScaledMatrix, ScaledTile  # noqa: E402
-from headway.kernels.triton.scaled_rows import ScaledRows, Unscaled  # noqa: E402
 from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
 from headway.models.quantized.reference import float_decoder  # noqa: E402
 from headway.testing import random_model  # noqa: E402

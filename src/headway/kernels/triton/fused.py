@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.triton.fp8.scaled_rows import Unscaled
 from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.layout import POSITION, TOKEN, WRITE
-from headway.kernels.triton.scaled_rows import Unscaled
 
 
 def angles(ints: Tensor, rows: int, out: Tensor, inv_freq: Tensor, scale: float) -> None:

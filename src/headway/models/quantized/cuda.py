@@ -15,10 +15,11 @@ import torch
 
 from headway.base.errors import Unsupported
 from headway.kernels.reference.quantized import e4m3_rows
-from headway.kernels.triton import quantized, scaled_matmul, scaled_rows
+from headway.kernels.triton import quantized
+from headway.kernels.triton.fp8 import scaled_matmul, scaled_rows
+from headway.kernels.triton.fp8.scaled_rows import ScaledRows
 from headway.kernels.triton.launch import shared_memory
 from headway.kernels.triton.quantized import BlockKind, QuantKind
-from headway.kernels.triton.scaled_rows import ScaledRows
 from headway.models.decoder import Decoder
 from headway.models.layers import DecoderLayer
 from headway.models.weights.load import LoadProgress

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from headway.kernels.triton import quantized
-from headway.kernels.triton.scaled_matmul import ScaledMatrix
-from headway.kernels.triton.scaled_rows import E4M3, ScaledRows, padded_inputs
+from headway.kernels.triton.fp8.scaled_matmul import ScaledMatrix
+from headway.kernels.triton.fp8.scaled_rows import E4M3, ScaledRows, padded_inputs
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.description import Experts

@@ -25,11 +25,11 @@ from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
 from headway.kernels.triton.attention_parts import attend_shared
+from headway.kernels.triton.fp8.scaled_rows import Unscaled
 from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
-from headway.kernels.triton.scaled_rows import Unscaled
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
 from headway.models.families import is_llama_like

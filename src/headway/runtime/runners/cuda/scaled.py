@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
-from headway.kernels.triton import scaled_matmul, scaled_rows
+from headway.kernels.triton.fp8 import scaled_matmul, scaled_rows
+from headway.kernels.triton.fp8.scaled_matmul import INNER, ScaledMatrix
+from headway.kernels.triton.fp8.scaled_rows import ScaledRows, Unscaled
 from headway.kernels.triton.launch import shared_memory
-from headway.kernels.triton.scaled_matmul import INNER, ScaledMatrix
-from headway.kernels.triton.scaled_rows import ScaledRows, Unscaled
 from headway.models.decoder import Decoder
 from headway.runtime.runners.cuda.adapters import StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers

@@ -25,9 +25,9 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.kernels.reference.quantized import e4m3_rows
 from headway.kernels.triton import quantized_kernels as kernels
+from headway.kernels.triton.fp8.scaled_rows import INPUTS, ScaledRows, Unscaled, padded_inputs
 from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.quantized_tiles import SplitSums
-from headway.kernels.triton.scaled_rows import INPUTS, ScaledRows, Unscaled, padded_inputs
 
 OUTPUTS = 16  # outputs come in blocks of so many
 GROUP = 32  # inputs must be a multiple of it, as in other formats
