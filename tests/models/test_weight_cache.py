@@ -65,11 +65,11 @@ def test_the_second_load_has_the_same_weights_without_repacking(
     assert (again.output is again.embedding) == (first.output is first.embedding)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt2", "phi"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt2", "phi", "gemma3n", "gemma4-experts"])
 def test_families_of_any_layers_are_kept(
     name: str, tmp_path: Path, cache: WeightCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts and sinks; positions and norms with biases; an output bias."""
+    """Experts and sinks; positions and norms with biases; an output bias; what lies outside of layers that differ."""
     monkeypatch.setattr(module, "LEAST", 1)
     folder = save_hf(tmp_path / "model", family_model(name)[1])
     first = load(folder, cache, quantize="int8")

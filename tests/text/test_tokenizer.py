@@ -9,7 +9,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
@@ -279,8 +279,33 @@ def test_no_tokenizer_is_none():
 def test_unknown_names_are_refused_with_the_list():
     with pytest.raises(Unsupported, match=r"'klingon'.*gpt-2.*smollm"):
         Tokenizer.from_gguf(byte_metadata(pre="klingon"))
-    with pytest.raises(Unsupported, match=r"'bert'.*gpt2, llama"):
+    with pytest.raises(Unsupported, match=r"'bert'.*gpt2, llama, gemma4"):
         Tokenizer.from_gguf(byte_metadata(model="bert"))
+
+
+def test_a_file_of_gemma4_encodes_as_its_own_tokenizer():
+    """SentencePiece's ▁ and bytes with merges of its own, over the whole text, as tokenizer.json has it."""
+    backend = Backend(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    control = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    octets = [f"<0x{octet:02X}>" for octet in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*control, *octets], limit_alphabet=90)
+    backend.train_from_iterator([Path(__file__).read_text()] * 2, trainer)
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    types = [2 if t == "<unk>" else 3 if t in control else 6 if t in octets else 1 for t in tokens]
+    metadata = {"model": "gemma4", "tokens": tokens, "token_type": types, "add_bos_token": True}
+    metadata |= {"merges": [" ".join(pair) for pair in model["merges"]], "bos_token_id": 2, "eos_token_id": 1}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    tokenizer = built(metadata)
+    for text in (TEXT, "in  the house\n\n", " the", "日本"):
+        assert tokenizer.encode(text) == backend.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.add_bos, tokenizer.bos_id) == (True, 2)
+    del metadata["tokenizer.ggml.merges"]
+    with pytest.raises(BadModelFile, match="merges is missing; the vocabulary of Gemma 4 needs it"):
+        Tokenizer.from_gguf(metadata)
 
 
 @pytest.mark.parametrize(

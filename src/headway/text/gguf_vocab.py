@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 KEY = "tokenizer.ggml."
-MODELS = ("gpt2", "llama")
+MODELS = ("gpt2", "llama", "gemma4")
 MAX_TOKEN_CHARS = 4096  # the longest real tokens are runs of a few hundred spaces or dashes
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPACE = "▁"
@@ -244,18 +244,22 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str], pre: PreToken
 
 
 def _sentencepiece(metadata: Mapping[str, object], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
-    """BPE over the whole text with ▁ for spaces, one in front, and bytes for characters that have no token."""
+    """BPE over the whole text with ▁ for spaces, one in front, and bytes for characters that have no token. Gemma 4's
+    files have its merges, and no ▁ in front."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: id for id, token in enumerate(tokens)}
     merges = _merges(metadata)
+    scored = metadata[KEY + "model"] == "llama"
+    if merges is None and not scored:
+        raise BadModelFile(f"{KEY}merges is missing; the vocabulary of Gemma 4 needs it")
     if merges is None:
         merges = merges_from_scores(tokens, types, _scores(metadata, len(tokens)))
     unknown = next((tokens[id] for id, kind in enumerate(types) if kind == UNKNOWN), None)
     backend = Tokenizer(
         _build(lambda: models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     )
-    prefix = _flag(metadata, "add_space_prefix", True)
+    prefix = _flag(metadata, "add_space_prefix", scored)
     replace = normalizers.Replace(" ", SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace] if prefix else [replace])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
