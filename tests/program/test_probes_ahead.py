@@ -38,7 +38,7 @@ ROWS: list[tuple[hw.Sampler, Any]] = [
 ]
 
 
-@pytest.fixture(params=["triton", "off", "auto"])
+@pytest.fixture(params=[pytest.param("triton", marks=pytest.mark.slow), "off", "auto"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[hw.Engine]:
     monkeypatch.setenv("HEADWAY_NATIVE", request.param)
     if DEVICE == "cpu":
