@@ -44,7 +44,7 @@ run: $(RUN_STAMP) ## answer a prompt with the default model (PROMPT="…", ARGS=
 test: $(TEST_STAMP) browser ## run the tests (ARGS="tests/kv -x" narrows them)
 	@$(PY) -m headway.cli.main models pull >/dev/null || echo "Tests that need the default model will fail."
 	@$(build_guest) || echo "Tests of uploaded programs will fail."
-	@$(PY) -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+	@$(PY) -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder) || { code=$$?; $(if $(strip $(ARGS)),,$(run_alone);) exit $$code; }
 
 # All of it where nothing may fall back to torch unnoticed, then the program API once more on the torch reference.
 test-all: $(TEST_STAMP) browser programs ## run the slow tests too, and write build/test-all.log
@@ -121,6 +121,13 @@ define build_guest
 $(if $(filter 1,$(HEADWAY_NO_BROWSER)),,command -v bwrap >/dev/null || { command -v apt-get >/dev/null && [[ $$(id -u) == 0 ]] && \
 	apt-get install -y --no-install-recommends bubblewrap >/dev/null 2>&1; } || true;) \
 $(PY) -m headway.sandbox.build build/programs
+endef
+
+# Three workers on two cores can starve each other. What fails among them runs once more by itself: a test that fails
+# again has failed, and one that passes has been named above and wants mending.
+define run_alone
+[[ $$code != 1 ]] || { echo "What failed runs once more, one test at a time."; \
+	$(PY) -m pytest --last-failed --last-failed-no-failures none && exit 0; }
 endef
 
 define get_chromium

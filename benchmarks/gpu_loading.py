@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu_models import config
+from gpu_models import config, published
 
 SHARD = 4 << 30  # bytes of a file
 
@@ -36,17 +36,7 @@ def write_folder(folder: Path, shape: str, device: torch.device) -> int:
     about = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size,
-        "max_position_embeddings": c.max_positions,
-        "rms_norm_eps": c.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope.theta},
-        "tie_word_embeddings": c.tied,
+        **published(c),
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(about))

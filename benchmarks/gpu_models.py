@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,6 +49,23 @@ def config(name: str) -> ModelConfig:
         qk_norm=False,
         windows=(None,) * layers,
     )
+
+
+def published(c: ModelConfig) -> dict[str, Any]:
+    """The same as the fields of a `config.json`."""
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.intermediate_size,
+        "max_position_embeddings": c.max_positions,
+        "rms_norm_eps": c.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope.theta},
+        "tie_word_embeddings": c.tied,
+    }
 
 
 def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decoder:

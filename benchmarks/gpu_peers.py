@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_models import config
+from gpu_models import config, published
 
 if TYPE_CHECKING:
     from gpu import Size
@@ -159,20 +159,7 @@ def whole_run(s: Size, requests: int) -> str:
 
 
 def _load(group: Group, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    c = config(group.shape)
-    shape = {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size,
-        "max_position_embeddings": c.max_positions,
-        "rms_norm_eps": c.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope.theta},
-        "tie_word_embeddings": c.tied,
-    }
+    shape = published(config(group.shape))
     kind = str(dtype).removeprefix("torch.")
     prepared = {"static": group.static, "batched": group.batched}
     return {"do": "load", "shape": shape, "device": str(device), "dtype": kind, **prepared}

@@ -213,14 +213,14 @@ def throughput_limit(case: Case, device: torch.device) -> float | None:
 def open_engine(case: Case, device: torch.device, max_batch_tokens: int | None) -> Iterator[hw.Engine]:
     """An engine with random weights of the case's shape."""
     with (
-        _model(case.shape, device) as (model, options),
+        open_model(case.shape, device) as (model, options),
         hw.Engine(model, pages=case.pages, max_batch_tokens=max_batch_tokens, **options) as engine,
     ):
         yield engine
 
 
 @contextmanager
-def _model(shape: str, device: torch.device) -> Iterator[tuple[Any, dict[str, Any]]]:
+def open_model(shape: str, device: torch.device) -> Iterator[tuple[Any, dict[str, Any]]]:
     """A model, in memory or on disk, and the engine's options for it."""
     if shape == QUICK.shape:
         from headway.testing import random_model

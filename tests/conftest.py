@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from support.interpreter import steady_dots
 from support.properties import load_profile
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Tests of Triton kernels have imported its interpreter by now."""
+    steady_dots()
 
 
 def pytest_unconfigure() -> None:

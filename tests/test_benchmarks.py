@@ -57,6 +57,18 @@ def test_concurrency_measures_every_section_and_describes_the_machine(tmp_path: 
     assert all(section in table for section in found)
 
 
+@pytest.mark.slow
+def test_cache_tiers_computes_less_with_tiers(tmp_path: Path) -> None:
+    done = _benchmark("cache_tiers.py", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((tmp_path / "cache_tiers.json").read_text())["results"]
+    alone, host, files = found["rows"]
+    assert host["computed"] < alone["computed"]
+    assert (alone["host hits"], alone["folder hits"], host["folder hits"]) == (0, 0, 0)
+    assert all(row["errors"] == 0 and row["first token ms p50"] > 0 for row in (alone, host, files))
+    assert "host memory and a folder" in (tmp_path / "cache_tiers.txt").read_text()
+
+
 def test_the_text_about_clusters_is_what_its_numbers_say() -> None:
     results = ROOT / "benchmarks/results"
     assert (results / "scale.txt").read_text() == report(results)
@@ -206,16 +218,20 @@ def test_bandwidth_measures_every_limit(tmp_path: Path) -> None:
 def test_accuracy_holds_the_file_against_its_floats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", "auto")
     options = ["--tokens", "96", "--context", "48", "--threads", "1", "--out", str(tmp_path)]
-    done = _benchmark("accuracy.py", *options)
+    done = _benchmark("accuracy.py", *options, "--kinds", "int8", "Q8_0", "Q2_K")
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "accuracy.json").read_text())
     assert data["about"]["tokens"] == 96
     assert data["about"]["engines"]["reference"]["format"] == "f32"
-    assert data["about"]["engines"]["headway"]["runner"].startswith("native")
-    found = data["results"]["headway"]
-    assert 0 < found["kl_median"] <= found["kl_mean"] <= found["kl_largest"] < 0.5
-    assert 0.8 < found["agreement"] <= 1
+    assert list(data["results"]) == ["file", "int8", "Q8_0", "Q2_K"]
+    for kind, bound in (("file", 0.5), ("int8", 0.5), ("Q8_0", 0.5), ("Q2_K", 20)):
+        assert data["about"]["kinds"][kind]["headway"]["runner"].startswith("native")
+        found = data["results"][kind]["headway"]
+        assert 0 < found["kl_median"] <= found["kl_mean"] <= found["kl_largest"] < bound
+        assert (found["agreement"] > 0.8) == (bound < 1)
+    found = data["results"]["file"]["headway"]
     assert abs(found["perplexity"] / data["reference"]["perplexity"] - 1) < 0.1
+    assert (tmp_path / "accuracy.txt").read_text() in done.stdout
     monkeypatch.setenv("HEADWAY_NATIVE", "off")
     assert _benchmark("accuracy.py", *options).returncode == 1
     assert _benchmark("accuracy.py", "--peer", "abacus=python").returncode == 2

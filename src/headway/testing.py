@@ -23,12 +23,12 @@ from headway.base.specs.probes import Logits, Probe
 from headway.base.specs.samplers import Sampling
 from headway.base.system.extras import explain_missing
 from headway.kernels.host.rope import Rope, frequencies
-from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter, head_shape, target_shapes
 from headway.models.adapters.low_rank import HEAD, ROLES, Target
 from headway.models.config import ModelConfig
-from headway.models.description import Description, Recurrence
+from headway.models.description import PLAIN, Description, Recurrence
 from headway.models.families import FAMILIES
 from headway.program.engine import Engine
 from headway.runtime.adapters import DeviceWeights
@@ -45,6 +45,7 @@ try:
     from headway.kernels.reference.quantized import tensor
     from headway.models.decoder import Decoder
     from headway.models.layers import DecoderLayer, Linear
+    from headway.models.weights.load_described import build_described
 except ModuleNotFoundError as error:
     explain_missing(error, "headway.testing")
     raise
@@ -55,15 +56,14 @@ WINDOW = 8  # default sliding window, for families that have one
 def random_model(
     family: str = "llama", *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **overrides: Any
 ) -> Decoder:
-    """A small random decoder for `Engine(...)`. `overrides` are fields of `ModelConfig`.
+    """A small random decoder for `Engine(...)`. `overrides` are fields of `ModelConfig`: with a `description`, layers
+    of any kind.
 
     The same seed and config give the same weights on every device, up to the rounding of the dtype.
     """
-    where = pick_device(device)
-    return _build(
-        random_config(family, **overrides),
-        _RandomTensors(seed, getattr(torch, pick_dtype(dtype, where)), torch.device(str(where))),
-    )
+    where, config = pick_device(device), random_config(family, **overrides)
+    draw = _RandomTensors(seed, getattr(torch, pick_dtype(dtype, where)), torch.device(str(where)))
+    return _build(config, draw) if config.description == PLAIN else build_described(_RandomWeights(config, draw))
 
 
 def random_config(family: str = "llama", **overrides: Any) -> ModelConfig:
@@ -129,10 +129,10 @@ class _RandomTensors:
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
 
     def normal(self, *shape: int, scale: float, mean: float = 0.0) -> Tensor:
-        return (torch.randn(*shape, generator=self._generator) * scale + mean).to(self._device, self._dtype)
+        return (torch.randn(*shape, generator=self._generator) * scale + mean).to(self.device, self.dtype)
 
     def norm(self, size: int) -> Tensor:
         return self.normal(size, scale=0.3, mean=1.0)
@@ -143,6 +143,30 @@ class _RandomTensors:
 
     def linear(self, rows: int, width: int, bias: bool) -> Linear:
         return Linear(self.matrix(rows, width), self.normal(rows, scale=0.3) if bias else None)
+
+
+class _RandomWeights:
+    """Random weights by role."""
+
+    def __init__(self, config: ModelConfig, draw: _RandomTensors) -> None:
+        self.config, self._draw, self.dtype, self.device = config, draw, draw.dtype, draw.device
+        self.last: dict[str, Tensor] = {}
+
+    def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
+        if "norm" in role and not role.endswith("_bias"):
+            return self._draw.normal(*shape, scale=0.3, mean=0.0 if self.config.description.norm == "rms+1" else 1.0)
+        is_matrix = len(shape) > 1 and not role.endswith("_bias") and role != "positions"
+        return self._draw.normal(*shape, scale=1.5 / math.sqrt(max(shape[-1:])) if is_matrix else 0.3)
+
+    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
+        """Weights are floats."""
+
+    def frequencies(self) -> Tensor:
+        ropes = self.config.description.ropes or (self.config.rope,) * self.config.layers
+        rows = np.zeros((len(ropes), self.config.rope.dim // 2), np.float32)
+        for row, rope in zip(rows, ropes, strict=True):
+            row[: rope.dim // 2] = frequencies(rope) if rope.dim else 0
+        return tensor(rows).to(self.device)
 
 
 def _build(c: ModelConfig, draw: _RandomTensors) -> Decoder:
@@ -321,6 +345,11 @@ class ScriptedRunner:
                 assert isinstance(source.data, list)
                 for place, page in zip(places, pages, strict=True):
                     self._page(page)[:] = source.data[place]
+            case Save(pages, store, places, names):
+                store.save(places, names, pages, lambda pages: [self._page(p).copy() for p in pages])
+            case Load(source, places, names, pages):
+                for page, data in zip(pages, source.load(places, names), strict=True):
+                    self._page(page)[:] = data
 
 
 def scripted_result(tokens: Any, positions: Any, attend: np.ndarray, row: int, *, recurrent: bool = False) -> int:

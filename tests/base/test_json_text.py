@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headway.base.json_text import MAX_NUMBERS, MAX_VALUES, TooManyValues, loads
+from headway.base.json_text import MAX_NUMBERS, MAX_VALUES, Budget, TooManyValues, loads, write, written_size
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["[1,2]", '{"', ",", "]"])
@@ -72,3 +72,24 @@ def test_a_bounded_text_has_so_many_values_at_most(text: str, match: str) -> Non
 def test_what_is_nested_too_deeply_is_an_error_and_no_crash() -> None:
     with pytest.raises(RecursionError):
         loads("[" * 100_000 + "]" * 100_000)
+
+
+@pytest.mark.parametrize("text", ["é\n", '\\"', "\\ud83d\\ude00", "😀", "\ud83d", "\ud83d\\u0061", "\\\\ud83d"])
+def test_a_long_text_is_that_of_json(text: str) -> None:
+    for written in (json.dumps(text * 30_000), json.dumps(text * 30_000, ensure_ascii=False)):
+        assert loads(written) == json.loads(written)
+
+
+@given(VALUES)
+@example("é\ud83d" * 70_000)
+def test_what_is_written_and_its_size(value: Any) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    assert write(value) == text
+    assert written_size(value) == len(text.encode("utf-8", "surrogatepass"))
+
+
+def test_texts_may_share_what_they_have_together() -> None:
+    budget, half = Budget(), "[" + "[]," * (MAX_VALUES // 2) + "[]]"
+    assert loads(half, budget=budget) == json.loads(half)
+    with pytest.raises(TooManyValues, match=f"more than {MAX_VALUES} lists"):
+        loads(half, budget=budget)

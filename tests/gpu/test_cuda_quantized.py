@@ -1,4 +1,4 @@
-"""Quantized decoders on a CUDA device, through the engine, against the same decoders with the same weights as floats.
+"""Quantized decoders on a CUDA device, through the engine, against torch on the CPU with the same weights as floats.
 
 Needs a GPU and random models only. Run with `pytest -m gpu tests/gpu`.
 """
@@ -6,7 +6,8 @@ Needs a GPU and random models only. Run with `pytest -m gpu tests/gpu`.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ import torch
 
 import headway as hw
 from headway.models.decoder import Decoder
-from headway.models.layers import Linear
 from headway.testing import random_model
 
 pytestmark = [
@@ -25,14 +25,17 @@ pytestmark = [
 V = 97
 FEW = 64  # rows that are multiplied by quantized weights
 LIMIT = 5e-3  # rows go into products in float16
+FLIPPED = 2e-2  # or in fp8, where a number in the middle of two may go either way
+DRIFTED = 0.12  # and in other kernels' sums many do, layer after layer: the mean difference against the logits' spread
 KINDS = pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
 
 
 def pair(family: str, kind: str, dtype: str = "float32", hidden: int = 512) -> tuple[Decoder, Decoder]:
-    """A quantized decoder, and one of the same weights in float32."""
+    """A quantized decoder, and one of the same weights in float32, which takes rows as the format has them."""
     from headway.kernels.triton.quantized import as_kind
-    from headway.models.quantized.cuda import MATRICES, quantize_decoder
+    from headway.models.quantized.cuda import quantize_decoder
+    from headway.models.quantized.reference import float_decoder
 
     def drawn(dtype: str) -> Decoder:
         sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "heads": 8, "kv_heads": 4, "head_dim": 64}
@@ -40,16 +43,18 @@ def pair(family: str, kind: str, dtype: str = "float32", hidden: int = 512) -> t
         return quantize_decoder(whole, as_kind(kind))
 
     in_float = drawn("float32")
+    return (in_float if dtype == "float32" else drawn(dtype)), float_decoder(in_float)
 
-    def floats(layer: object) -> dict[str, Linear]:
-        return {name: Linear(getattr(layer, name).weight, getattr(layer, name).bias) for name in MATRICES}
 
-    same = replace(
-        in_float,
-        layers=tuple(replace(layer, **floats(layer)) for layer in in_float.layers),
-        output=getattr(in_float.output, "weight"),  # noqa: B009
-    )
-    return (in_float if dtype == "float32" else drawn(dtype)), same
+@contextmanager
+def on_torch(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Iterator[hw.Engine]:
+    """An engine whose matmuls are torch's, on the CPU."""
+    with monkeypatch.context() as patch:
+        patch.setenv("HEADWAY_NATIVE", "off")
+        engine = hw.Engine(decoder, pages=400, device="cpu")
+    with engine:
+        assert engine.info.runner == "torch"
+        yield engine
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -73,6 +78,15 @@ async def all_logits(engine: hw.Engine, count: int) -> list[np.ndarray]:
     return list(await asyncio.gather(*(one(p) for p in prompts(count))))
 
 
+def alike(found: list[np.ndarray], expected: list[np.ndarray], kind: str) -> None:
+    """Equal as far as sums of another order are."""
+    if kind != "fp8":
+        near(found, expected)
+        return
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(one - other).mean() <= DRIFTED * other.std()
+
+
 def near(found: list[np.ndarray], expected: list[np.ndarray], limit: float = LIMIT) -> None:
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one - other).max() <= limit * max(1.0, np.abs(other).max())
@@ -84,14 +98,16 @@ def near(found: list[np.ndarray], expected: list[np.ndarray], limit: float = LIM
     ("graphs", "hidden"),
     [(True, 512), *(pytest.param(*some, marks=pytest.mark.slow) for some in ((True, 160), (False, 224)))],
 )
-def test_logits_are_those_of_the_same_weights_as_floats(kind: str, family: str, graphs: bool, hidden: int) -> None:
+def test_logits_are_those_of_the_same_weights_as_floats(
+    kind: str, family: str, graphs: bool, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantized, floats = pair(family, kind, hidden=hidden)
-    with hw.Engine(quantized, pages=400) as engine, hw.Engine(floats, pages=400) as plain:
+    with hw.Engine(quantized, pages=400) as engine, on_torch(floats, monkeypatch) as plain:
         engine._loop._runner._graphs.enabled = graphs  # type: ignore[attr-defined]
         for count in (1, 3, 16, 40, 100):
             expected = plain.run(all_logits, count)
-            near(engine.run(all_logits, count), expected)
-            near(engine.run(all_logits, count), expected)  # captured by now
+            alike(engine.run(all_logits, count), expected, kind)
+            alike(engine.run(all_logits, count), expected, kind)  # captured by now
 
 
 @KINDS
@@ -110,7 +126,8 @@ def test_a_row_is_the_same_alone_and_among_any_number(kind: str) -> None:
 
                 # Many rows are multiplied as floats, and are not rounded to float16 first.
                 many = sum(map(len, prompts(count))) > FEW
-                near(engine.run(alone), [among[i][-4]], LIMIT if many else 1e-5)
+                limit = FLIPPED if kind == "fp8" else LIMIT if many else 1e-5
+                near(engine.run(alone), [among[i][-4]], limit)
 
 
 @KINDS
@@ -132,16 +149,16 @@ def test_deterministic_rows_do_not_depend_on_their_number(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_models_of_sixteen_bits_are_near(kind: str, dtype: str) -> None:
+def test_models_of_sixteen_bits_are_near(kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, floats = pair("llama", kind, dtype)
-    with hw.Engine(quantized, pages=400) as engine, hw.Engine(floats, pages=400) as plain:
+    with hw.Engine(quantized, pages=400) as engine, on_torch(floats, monkeypatch) as plain:
         for count in (1, 16, 100):
             for one, other in zip(engine.run(all_logits, count), plain.run(all_logits, count), strict=True):
                 assert np.abs(one - other).mean() <= 0.15 * other.std()
 
 
 @KINDS
-def test_hidden_states_and_attention_are_read_from_coded_decoders(kind: str) -> None:
+def test_hidden_states_and_attention_are_read_from_coded_decoders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, floats = pair("qwen3", kind)
 
     async def look(engine: hw.Engine) -> list[np.ndarray]:
@@ -151,5 +168,5 @@ def test_hidden_states_and_attention_are_read_from_coded_decoders(kind: str) -> 
             out = await forward.execute()
             return [out.hidden(hidden), out.attention(scores)]
 
-    with hw.Engine(quantized, pages=40) as engine, hw.Engine(floats, pages=40) as plain:
-        near(engine.run(look), plain.run(look), 1e-2)
+    with hw.Engine(quantized, pages=40) as engine, on_torch(floats, monkeypatch) as plain:
+        near(engine.run(look), plain.run(look), 0.15 if kind == "fp8" else 1e-2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,10 @@ pytest.importorskip("triton")
 import headway as hw  # noqa: E402
 from headway.models.decoder import Decoder  # noqa: E402
 from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
+from headway.models.quantized.reference import float_decoder  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
+from support.eventually import eventually  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 SIZES: dict[str, Any] = {"layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": 2, "kv_heads": 1}
@@ -103,30 +104,15 @@ def test_an_idle_engine_lets_go_of_what_was_unloaded(monkeypatch: pytest.MonkeyP
         assert engine.stats().adapters == 1
         engine.unload_adapter(adapter)
         engine.cache.clear()
-        gc.collect()
-        assert engine.stats().adapters == 0
+        eventually(lambda: gc.collect() >= 0 and engine.stats().adapters == 0)  # the worker may be at its step's end
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_rows_under_adapters_beside_quantized_weights(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against dequantized weights on torch: float16 rows and adapters leave a thousandth."""
+    """Against dequantized weights on torch, whose rows are rounded as the format says and whose adapters' are not."""
     decoder = quantize_decoder(random_model("llama", device=DEVICE, mlp_bias=True, **SIZES), kind)
-    dense = replace(
-        decoder,
-        output=decoder.output.weight,  # type: ignore[attr-defined]
-        layers=tuple(
-            replace(layer, **{name: replace_linear(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
-            for layer in decoder.layers
-        ),
-    )
     found = run(monkeypatch, "triton", decoder)
-    expected = run(monkeypatch, "off", dense)
+    expected = run(monkeypatch, "off", float_decoder(decoder))
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one - other).max() <= 2e-2 * max(1.0, np.abs(other).max())
-
-
-def replace_linear(matrix: Any) -> Any:
-    from headway.models.layers import Linear
-
-    return Linear(matrix.weight, matrix.bias)

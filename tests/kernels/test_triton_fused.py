@@ -14,8 +14,9 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from headway.kernels.reference.mlp import gated_silu  # noqa: E402
-from headway.kernels.reference.norm import rms_norm  # noqa: E402
+from headway.kernels.reference.attention import capped  # noqa: E402
+from headway.kernels.reference.mlp import activate, gated_silu  # noqa: E402
+from headway.kernels.reference.norm import layer_norm, rms_norm  # noqa: E402
 from headway.kernels.reference.rope import rotate, rotation  # noqa: E402
 from headway.kernels.triton import (  # noqa: E402
     fused,
@@ -71,6 +72,81 @@ def test_residual_and_norm(e: int) -> None:
     torch.testing.assert_close(few, rms_norm(total[[4, 0, 0]], weight, EPS))
     fused.add(x, delta)
     assert torch.equal(x, total + delta)
+
+
+def normed(kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if kind == "layer":
+        return layer_norm(x, weight, bias, EPS)
+    return rms_norm(x, weight, EPS, offset=1.0 if kind == "rms+1" else 0.0)
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms+1", "layer"])
+@pytest.mark.parametrize("old", [False, True])
+def test_norms_of_every_kind_before_and_after_an_addition(kind: str, old: bool) -> None:
+    e = 84
+    x, delta, first, second = draw(5, e), draw(5, e, seed=1), draw(e, seed=2), draw(e, seed=3)
+    biases = (draw(e, seed=4), draw(e, seed=5)) if kind == "layer" else (None, None)
+    after, how = (fused.RowNorm(w, EPS, kind, b) for w, b in zip((first, second), biases, strict=True))
+    before, out = x.clone(), torch.full_like(x, float("nan"))
+    fused.add_and_norm(x, out, how, add=delta, after=after, scale=0.4, old=old)
+    total = before + 0.4 * normed(kind, delta, first, biases[0])
+    torch.testing.assert_close(x, total)
+    torch.testing.assert_close(out, normed(kind, before if old else total, second, biases[1]))
+    untouched = out.clone()
+    fused.add_and_norm(x, out, None, add=delta, scale=2.0)
+    torch.testing.assert_close(x, total + 2.0 * delta)
+    assert torch.equal(out, untouched)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("weights", ["head", "each", "row"])
+def test_norms_of_queries_and_keys(kind: str, weights: str) -> None:
+    heads, kv_heads, dim, rows, clip = 6, 2, 24, 3, 1.2
+    qkv, sizes = draw(rows, (heads + 2 * kv_heads) * dim), [n * dim for n in (heads, kv_heads, kv_heads)]
+    shapes = {"head": ((dim,), (dim,)), "each": ((heads, dim), (kv_heads, dim)), "row": ((sizes[0],), (sizes[1],))}
+    norms = [draw(*shape, seed=i) for i, shape in enumerate(shapes[weights])]
+    expected = []
+    for part, weight in zip(qkv.split(sizes, 1), [*norms, None], strict=True):
+        part = part if weight is None or weights != "row" else normed(kind, part, weight, None)
+        part = part.clamp(-clip, clip).unflatten(1, (-1, dim))
+        expected.append(part if weight is None or weights == "row" else normed(kind, part, weight, None))
+    how = fused.HeadConfig(
+        heads, kv_heads, dim, *norms, EPS, kind=kind, each=weights == "each", by_row=weights == "row", clip=clip,
+        temperature=(4.0, 0.3),
+    )  # fmt: skip
+    if how.by_row:
+        fused.norm_projections(qkv, how)
+    keys, values = (torch.zeros(2, 4, kv_heads, dim, device=DEVICE) for _ in range(2))
+    out, positions = torch.full((rows, heads, dim), float("nan"), device=DEVICE), [2, 9, 30]
+    ints = numbers(4, POSITION=positions, WRITE=[1, 4, 6])
+    fused.rotate_and_write(qkv, out, keys, values, ints, 4, None, how)
+    steps = torch.floor((torch.tensor(positions, device=DEVICE) + 1) / 4.0)
+    grown = (1 + 0.3 * torch.log(1 + steps))[:, None, None]
+    torch.testing.assert_close(out, expected[0] * grown, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(keys.flatten(0, 1)[[1, 4, 6]], expected[1], atol=1e-4, rtol=1e-4)
+    assert torch.equal(values.flatten(0, 1)[[1, 4, 6]], expected[2])
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_activations_with_and_without_a_gate(kind: str) -> None:
+    both, out = draw(3, 2 * 90), torch.full((3, 90), float("nan"), device=DEVICE)
+    gate, up = both.chunk(2, 1)
+    fused.gated(both, out, kind=kind)
+    torch.testing.assert_close(out, activate(gate, kind, exact=True) * up, atol=1e-5, rtol=1e-4)
+    alone = gate.contiguous()
+    fused.gated(alone, alone, kind=kind, alone=True)
+    torch.testing.assert_close(alone, activate(gate, kind, exact=True), atol=1e-5, rtol=1e-4)
+
+
+def test_scaled_embeddings_with_positions_and_finished_logits() -> None:
+    table, learned, x = draw(97, 84), draw(20, 84, seed=1), torch.full((2, 84), float("nan"), device=DEVICE)
+    ints, drawn = numbers(6, TOKEN=[96, 5], POSITION=[19, 0]), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    fused.embed(ints, 6, table, x, drawn, scale=3.5, positions=learned)
+    torch.testing.assert_close(x, table[[96, 5]] * 3.5 + learned[[19, 0]])
+    logits, bias = draw(3, 1030), draw(1030, seed=2)
+    expected = capped((logits + bias) * 0.7, 2.0)
+    fused.finish_logits(logits, bias, 0.7, 2.0)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_embedding_and_gate() -> None:

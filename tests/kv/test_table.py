@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import headway as hw
 from headway.base.specs.brle import Brle
 from headway.kv.allocator import Allocator, Clear, Copy, Export, Import
+from headway.kv.prefix import chain, page_key, root
 from headway.kv.table import Log, PageTable
 from support.properties import examples
 
@@ -264,6 +265,16 @@ def test_a_page_filled_token_by_token_has_the_key_of_one_filled_at_once() -> Non
     for n in range(8):
         table.advance(plain([n], n), pool.take(table.pages_for(1)), commit=True)
     assert table.keys == keys_of(plain(range(8)))
+
+
+def test_keys_of_many_pages_are_those_of_each_page_after_the_other() -> None:
+    tokens, before, keys = tuple(range(7, 60)), root("salt"), []
+    for start in range(0, 48, 16):
+        page = slice(start, start + 16)
+        before = page_key(before, tokens[page], range(100)[page], ())
+        keys.append(before)
+    assert chain(root("salt"), tokens, range(len(tokens)), None, 16) == keys
+    assert chain(root("salt"), list(tokens), list(range(len(tokens))), (None,) * len(tokens), 16) == keys
 
 
 def test_pages_of_a_pass_that_is_not_causal_and_all_after_them_have_no_keys() -> None:

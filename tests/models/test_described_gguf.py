@@ -18,7 +18,7 @@ from support.gguf_families import write_family
 from support.hf import save_hf
 from support.hf_families import family_model
 
-QUICK = ("gemma3-pattern", "granite-moe", "llama4-published")
+QUICK = ("gemma3-pattern", "granite-moe", "llama4-published", "gemma3n-published", "gemma4", "gemma4-experts", "olmo3")
 SLOW = (
     *(
         "gemma",
@@ -30,6 +30,7 @@ SLOW = (
         "granite",
         "cohere2-pattern",
     ),
+    "phi",
     *("stablelm", "stablelm-parallel-normed", "gpt2", "gpt-neox", "gpt-neox-serial", "falcon", "falcon-new"),
     *("falcon-new-one-norm", "starcoder2", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
 )

@@ -26,6 +26,7 @@ from support.hf_families import family_model
 
 QUICK = ("gemma3-pattern", "phi3", "granite-moe", "llama4-published")
 SLOW = (
+    *("phi", "olmo3"),
     *("gemma", "gemma2-head-scale", "phi3-partial", "olmo2", "smollm3-every-fourth", "granite", "cohere2-pattern"),
     *("stablelm", "stablelm-parallel-normed", "gpt2", "gpt-neox", "gpt-neox-serial", "falcon", "falcon-new"),
     *("falcon-new-one-norm", "starcoder2", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),

@@ -212,13 +212,12 @@ def test_nothing_is_left_behind_when_loading_fails(folder: Path) -> None:
     import threading
 
     change(folder, lambda w: w.pop("model.norm.weight"))
-    threads = threading.active_count()
-    maps = Path("/proc/self/maps").read_text().count("model.safetensors")
+    threads = set(threading.enumerate())  # those of earlier tests may end meanwhile
     for _ in range(3):
         with pytest.raises(hw.BadModelFile):
             hw.Engine(folder)
-    assert threading.active_count() == threads
-    assert Path("/proc/self/maps").read_text().count("model.safetensors") == maps
+    assert set(threading.enumerate()) <= threads
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 def test_progress_counts_layers(folder: Path) -> None:

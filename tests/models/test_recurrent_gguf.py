@@ -13,8 +13,8 @@ from support.gguf_recurrent import write_recurrent
 from support.hf import save_hf
 from support.hf_families import DELTA, RECURRENT, SHARED, build_hf, family_model
 
-QUICK = ("lfm2", "qwen3.5")
-SLOW = ("mamba2", "mamba2-groups", "qwen3-next-plain", "qwen3.5-moe")
+QUICK = ("lfm2", "qwen3.5", "granite-hybrid")
+SLOW = ("granite-hybrid-dense", "mamba2", "mamba2-groups", "qwen3-next-plain", "qwen3.5-moe")
 MORE = {
     "mamba2-groups": ("Mamba2", {**RECURRENT["Mamba2"]["mamba2"], "n_groups": 1, "tie_word_embeddings": True}),
     "qwen3-next-plain": ("Qwen3Next", {**DELTA, **SHARED}),  # llama.cpp has no dense layers

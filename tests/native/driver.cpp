@@ -169,7 +169,12 @@ struct Shape {
   int experts = 0;
   bool latent = false;
   int recurrence = HW_NO_RECURRENCE;  // of the second layer
+  int streams = 0;
+  bool own_layers = false;  // the second layer has heads of its own, or none
 };
+
+// What layers take of the token, the rank beside attention, and the second layer's heads.
+constexpr int TOKEN = 11, RANK = 5, OWN_DIM = 12;
 
 // Latent attention of a shape, whose head is a slot, and its recurrence.
 constexpr int ROTATED = 6, KEY = 10, VALUE = 7, TAPS = 4, MIX_HEADS = 6, MIX_GROUPS = 3, MIX_KEY = 10, MIX_VALUE = 18;
@@ -258,12 +263,14 @@ Results step(const Shape& s, int threads, int seed = 0) {
     return w;
   };
   int made = 0;
+  const bool sharing = s.own_layers && below(2);
   hw_layer* layers = m.make<hw_layer>(LAYERS, [&] {
     const bool normed = below(2);
     hw_layer w{any(wide, s.hidden), any(narrow, s.hidden), any(narrow, s.hidden), any(s.hidden, wide),
                gated ? any(s.inner, s.hidden) : hw_matrix{}, any(s.inner, s.hidden), any(s.hidden, s.inner)};
     if (X && below(3)) {
       w.router = any(X, s.hidden), w.expert_gate = each(G, s.hidden), w.expert_up = each(G, s.hidden), w.expert_down = each(s.hidden, G);
+      if (!s.own_layers) w.gate = w.up = w.down = hw_matrix{};
       if (shared) w.shared_gate = any(shared, s.hidden), w.shared_up = any(shared, s.hidden), w.shared_down = any(s.hidden, shared), w.shared_router = any(1, s.hidden);
     }
     if (!some()) w.norm_in = norm(biased), w.norm_mlp = norm(biased);
@@ -271,7 +278,28 @@ Results step(const Shape& s, int threads, int seed = 0) {
     if (normed) w.q_norm = m.floats(wide), w.k_norm = m.floats(narrow);
     if (some()) w.sinks = m.floats(s.heads);
     w.mask_set = below(2), w.rope_set = s.described ? below(3) - 1 : 0;
-    w.kv_layer = made++;
+    w.kv_heads = s.kv_heads, w.head_dim = s.head_dim, w.kv_before = (int64_t)made * (s.latent ? 1 : 2) * narrow;
+    if (s.own_layers) {
+      if (made && sharing) w.k = w.v = hw_matrix{}, w.k_norm = nullptr, w.kv_before = 0;
+      else if (made) {
+        const int own = s.heads * OWN_DIM;
+        w.kv_heads = 1, w.head_dim = OWN_DIM, w.q = any(own, s.hidden), w.k = any(OWN_DIM, s.hidden), w.v = hw_matrix{}, w.o = any(s.hidden, own), w.sinks = nullptr;
+        w.gate = any(s.inner - 3, s.hidden), w.up = any(s.inner - 3, s.hidden), w.down = any(s.hidden, s.inner - 3), w.rope_set = 1;
+        if (normed) w.q_norm = m.floats(own), w.k_norm = m.floats(OWN_DIM);
+      }
+      w.post_attention = norm(false), w.post_mlp = norm(false);
+      w.input_gate = any(TOKEN, s.hidden), w.input_out = any(s.hidden, TOKEN), w.post_input_norm = m.floats(s.hidden), w.layer_scale = s.streams ? nullptr : m.floats(1);
+      if (w.router.n) {
+        w.dense_norm = m.floats(s.hidden), w.expert_in_norm = m.floats(s.hidden), w.expert_out_norm = m.floats(s.hidden);
+        w.router_scale = m.floats(s.hidden), w.expert_scale = m.floats(X);
+      }
+    }
+    if (s.streams) {
+      w.laurel_down = any(RANK, s.hidden), w.laurel_up = any(s.hidden, RANK), w.laurel_norm = m.floats(s.hidden), w.altup_norm = m.floats(s.hidden);
+      w.altup_router = any(s.streams, s.hidden), w.altup_predict = any(s.streams * s.streams, s.streams), w.altup_correct = any(s.streams, s.streams);
+      w.altup_scale = below(2) ? m.floats(s.hidden) : nullptr, w.sparse = w.gate.n ? below(2) : 0, w.cut = 0.3f;
+    }
+    made++;
     if (s.latent) {
       const int low = below(2) ? 13 : 0, latent = s.head_dim - ROTATED;
       w.q = low ? hw_matrix{} : any(s.heads * (KEY + ROTATED), s.hidden), w.k = w.v = hw_matrix{}, w.o = any(s.hidden, s.heads * VALUE);
@@ -301,7 +329,8 @@ Results step(const Shape& s, int threads, int seed = 0) {
   });
   Sequences q(s, VOCAB);
   const int T = (int)q.tokens.size(), hooks = 3;
-  const size_t cells = (size_t)LAYERS * (s.latent ? 1 : 2) * q.all_pages * s.page * narrow;
+  const int values = LAYERS * (s.latent ? 1 : 2) * narrow, other = s.own_layers ? (sharing ? 0 : 2 * OWN_DIM) - values / LAYERS : 0;
+  const size_t cells = (size_t)(values + other) * q.all_pages * s.page;
   hw_model model{LAYERS, s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim, VOCAB, s.head_dim / 2, 2, s.page};
   model.norm = some() ? HW_NORM_LAYER : HW_NORM_RMS, model.activation = s.described ? below(3) : HW_SILU, model.qk_norm = qk_norm, model.parallel = some();
   model.eps = 1e-5f, model.scale = 0.25f, model.attention_cap = some() ? 3.0f : 0, model.qkv_clip = some() ? 1.5f : 0;
@@ -310,6 +339,15 @@ Results step(const Shape& s, int threads, int seed = 0) {
   if (X && s.latent) model.route_groups = 2, model.route_kept = 1, model.route_best = 2, model.route_sigmoid = below(2), model.route_scale = 1.5f, model.per_token = 1 + below(X / 2);
   if (X && !s.latent) model.weighted_inputs = some();
   if (s.latent) model.latent = s.head_dim - ROTATED, model.rotated = ROTATED, model.key_dim = KEY, model.value_dim = VALUE, model.query_latent = 13, model.paired = below(2), model.latent_eps = 1e-6f, model.rope_half = ROTATED / 2;
+  if (s.own_layers) {
+    model.norm_values = 1, model.token_size = TOKEN, model.token_root = 3.3f, model.hidden_root = 0.1f, model.hidden_inverse = 0.01f;
+    model.token_inputs = any(VOCAB - 5, LAYERS * TOKEN), model.input_projection = plain(LAYERS * TOKEN, s.hidden), model.input_projection_norm = m.floats(TOKEN);
+    model.norm = HW_NORM_RMS, model.parallel = 0, model.qk_norm = HW_QK_EACH;
+  }
+  if (s.streams) {
+    model.streams = s.streams, model.active = below(s.streams);
+    model.altup_spread = plain((s.streams - 1) * up(s.hidden, 16), s.hidden), model.altup_gather = plain((s.streams - 1) * up(s.hidden, 16), s.hidden);
+  }
   if (some()) model.temperature_floor = 3.0f, model.temperature_scale = 0.2f;
   const int state = s.recurrence == HW_SHORT_CONV ? s.hidden * (TAPS - 1) : MIX_STATE, places = 3 * s.segments + 1;
   if (s.recurrence) {
@@ -318,6 +356,7 @@ Results step(const Shape& s, int threads, int seed = 0) {
     model.states = m.floats((size_t)places * state), model.state_layers = 1, model.state_numbers = state;
   }
   model.inv_freq = m.floats(s.head_dim), model.rope_scales = m.floats(2);
+  model.rope_halves = m.copy({model.rope_half, s.own_layers ? OWN_DIM / 2 : model.rope_half});
   int last = 0;
   for (int32_t position : q.positions) last = std::max(last, position);
   if (some()) model.positions = m.floats((size_t)(last + 1) * s.hidden);
@@ -414,7 +453,13 @@ void all_of(int isa, int most) {
         s.recurrence = recurrence, s.experts = 0, seed++;
         same_for_all_threads("recurrent step", isa, most, [&](int t) { return step(s, t, seed); }, true);
       }
-      s.recurrence = HW_NO_RECURRENCE;
+      s.recurrence = HW_NO_RECURRENCE, s.own_layers = s.head_dim > OWN_DIM;
+      for (int experts : {0, 5})
+        for (int streams : {0, 3}) {
+          s.experts = experts, s.streams = streams, seed++;
+          if (s.own_layers) same_for_all_threads("step of layers of their own", isa, most, [&](int t) { return step(s, t, seed); }, true);
+        }
+      s.own_layers = false, s.streams = 0;
       if (s.kv_heads == 1 && s.head_dim > ROTATED) {
         s.latent = true, s.experts = 6, seed++;
         same_for_all_threads("latent step", isa, most, [&](int t) { return step(s, t, seed); }, true);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from headway.models.decoder import Decoder
 from headway.runtime.batch import Batch
 from headway.testing import random_adapter, random_model
 from support.checks import assert_close, random_tokens
+from support.eventually import eventually
 from support.merged import merged
 from support.watched import WatchedRunner
 
@@ -211,11 +211,7 @@ def test_memory_is_counted_and_freed_when_nobody_needs_it(engine: hw.Engine) -> 
 
 def _adapters_left(engine: hw.Engine) -> tuple[int, int]:
     """Adapters and their bytes, once the worker is idle: it needs no other pass to let go of them."""
-    for _ in range(200):
-        gc.collect()
-        if engine.stats().adapters == 0:
-            break
-        time.sleep(0.01)
+    eventually(lambda: gc.collect() >= 0 and engine.stats().adapters == 0)
     return engine.stats().adapters, engine.stats().adapter_bytes
 
 

@@ -73,7 +73,7 @@ OTHERS = {
     "generate": "sampler unknown",
     "file": "eos_ids bos_id pad_id unknown",
     "cli": "model dtype device threads quantize memory memory_fraction kv_dtype tensor_parallel system prompt raw "
-    "profile profile_json json quiet",
+    "cache_host cache_folder cache_folder_size profile profile_json json quiet",
     "http": "model stream stream_options priority allowed_token_ids stop_token_ids prompt_logprobs "
     "logprobs_mode metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store "
     "user prompt suffix best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "

@@ -92,15 +92,28 @@ def test_others_go_on_while_a_slow_mask_is_computed(words: hw.Engine) -> None:
     words.run(program)
 
 
-def test_ambiguous_grammars_end_with_the_reason_and_others_do_not(words: hw.Engine) -> None:
-    async def ambiguous(engine: hw.Engine, seed: int) -> None:
-        async with engine.context().fill(f"{seed}") as context:
-            made = context.generate(hw.Multinomial(seed=seed), max_tokens=400, min_tokens=400, constrain=AMBIGUOUS)
-            with pytest.raises(hw.GrammarTooSlow, match=r"Too many items \(limit \d+.*less ambiguous"):
-                await made.tokens()
-            with pytest.raises(hw.GrammarTooSlow, match="less ambiguous"):  # said again to whoever asks again
-                await anext(made)
+async def ambiguous(engine: hw.Engine, seed: int) -> None:
+    async with engine.context().fill(f"{seed}") as context:
+        made = context.generate(hw.Multinomial(seed=seed), max_tokens=400, min_tokens=400, constrain=AMBIGUOUS)
+        with pytest.raises(hw.GrammarTooSlow, match=r"Too many items \(limit \d+.*less ambiguous"):
+            await made.tokens()
+        with pytest.raises(hw.GrammarTooSlow, match="less ambiguous"):  # said again to whoever asks again
+            await anext(made)
 
+
+def test_ambiguous_grammars_end_with_the_reason_and_others_do_not(words: hw.Engine) -> None:
+    async def program(engine: hw.Engine) -> None:
+        others = asyncio.gather(*(ambiguous(engine, seed) for seed in range(2)))
+        while not others.done():
+            assert len(await started(engine, None, max_tokens=2).tokens()) == 2
+        await others
+
+    words.run(program)
+    assert words.stats().pages_held == 0
+
+
+@pytest.mark.slow
+def test_others_hardly_wait_for_ambiguous_grammars(words: hw.Engine) -> None:
     async def bystander(engine: hw.Engine, others: asyncio.Future[Any] | None = None) -> list[float]:
         """How long each of its texts took, alone twenty of them."""
         seconds: list[float] = []
@@ -324,7 +337,8 @@ def test_the_clock_of_a_thread_counts_its_work_and_nobody_elses() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert clock.seconds == 0.0
-        work, before = pool.submit(clock.measured, spin), time.monotonic()
+        before = time.monotonic()
+        work = pool.submit(clock.measured, spin)
         while clock.seconds < 0.05:
             time.sleep(0.005)
         assert clock.seconds <= time.monotonic() - before

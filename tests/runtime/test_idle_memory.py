@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from headway.runtime import loop
 from headway.runtime.memory import MemoryBudget, Wish, memory_share, pick_pages, read_memory, reason
 from headway.testing import random_model
 from support.checks import logit_rows, random_tokens
+from support.eventually import eventually
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -119,9 +119,7 @@ def test_an_idle_engine_gives_cached_pages_back_and_holds_what_is_held(monkeypat
             expected = logit_rows(context, [*tokens, 5])[-1]
         held = engine.context(salt="held")
         logit_rows(held, tokens)
-        until = time.monotonic() + 30
-        while engine.stats().pages_cached and time.monotonic() < until:
-            time.sleep(0.05)
+        eventually(lambda: engine.stats().pages_cached == 0)
         assert (engine.stats().pages_cached, engine.stats().pages_held) == (0, 7)
         np.testing.assert_allclose(logit_rows(held, [5])[0], expected, atol=1e-4)
         with engine.context(salt="apart") as again:

@@ -64,6 +64,7 @@ def _start_server() -> str:
 
 def _command(address: str, arguments: list[str]) -> None:
     """Have the program started, pass signals on to it, and end as it ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until they are passed on
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
@@ -71,6 +72,7 @@ def _command(address: str, arguments: list[str]) -> None:
     connection.sendall(json.dumps(request).encode() + b"\n")
     for number in FORWARDED:
         signal.signal(number, lambda number, _: connection.sendall(b"%d\n" % number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     for stream in (0, 1, 2):  # whoever reads them sees the end when the program closes them
         os.close(stream)
     status = os.waitstatus_to_exitcode(int(connection.makefile("rb").readline()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -40,9 +41,14 @@ ARCHS = {
     "olmoe": A.OLMOE,
     "gpt_oss": A.GPT_OSS,
     "llama4_text": A.LLAMA4,
+    "olmo3": A.OLMO2,
+    "phi": A.PHI2,
+    "gemma3n_text": A.GEMMA3N,
+    "gemma4_text": A.GEMMA4,
 }
 PERMUTED = ("smollm3", "granite", "granitemoe", "mixtral")
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+STREAMS = re.compile(r"(model\.altup_\w*projections)\.(\d+)\.weight")
 HEADS = re.compile(r"(.*\.[qk]_layernorm)\.norms\.(\d+)\.weight")
 
 
@@ -55,24 +61,38 @@ def write_family(
     metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
 ) -> Path:
     """The model in a folder as a GGUF file; matrices in `kind`, the rest in F32."""
-    arch = ARCHS[model.config.model_type]
+    c = _flat(model.config)
+    arch = ARCHS[c.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    _keys(writer, model.config)
+    _keys(writer, c)
     metadata(writer)
-    table = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
-    for name, tensor in _converted(load_file(folder / "model.safetensors"), model.config):
+    table = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
+    for name, tensor in _converted(load_file(folder / "model.safetensors"), c):
         target = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         chosen = kind if tensor.ndim >= 2 and "norm" not in target and tensor.shape[-1] % 32 == 0 else "F32"
         values = tensor.float().contiguous().numpy()
         writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
-    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _divisors(model.config))
+    if (getattr(c, "rope_parameters", None) or {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _divisors(c))
+    if c.model_type == "gemma4_text":
+        writer.add_tensor("rope_freqs.weight", _turned(c))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _flat(c: Any) -> Any:
+    """The config; that of layers with heads of their own as the converter reads it, with the heads of each."""
+    if c.model_type != "gemma4_text":
+        return c
+    values = c.to_dict()
+    own = [values.get("per_layer_config", {}).get(str(layer), {}) for layer in range(c.num_hidden_layers)]
+    for key in ("head_dim", "num_key_value_heads"):
+        values[f"every_{key}"] = [each.get(key, values[key]) for each in own]
+    return SimpleNamespace(**values)
 
 
 def _divisors(c: Any) -> np.ndarray:
@@ -83,6 +103,13 @@ def _divisors(c: Any) -> np.ndarray:
     return (plain / scaled).numpy()
 
 
+def _turned(c: Any) -> np.ndarray:
+    """The same for a rope of some pairs: the others are not rotated."""
+    pairs = c.every_head_dim[-1] // 2
+    turned = int(2 * pairs * c.rope_parameters["full_attention"].get("partial_rotary_factor", 1.0) / 2)
+    return np.where(np.arange(pairs) < turned, 1.0, 1e30).astype(np.float32)
+
+
 def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
     """The metadata that the converter writes."""
     kind, heads = c.model_type, c.num_attention_heads
@@ -91,6 +118,11 @@ def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
     inner = {"gpt2": getattr(c, "n_inner", None) or 4 * c.hidden_size}.get(kind, getattr(c, "intermediate_size", 0))
     if kind == "llama4_text":
         inner = c.intermediate_size_mlp
+    if kind == "gemma4_text":
+        kv = c.every_num_key_value_heads
+    if kind == "gemma4_text" and c.use_double_wide_mlp:
+        first = c.num_hidden_layers - c.num_kv_shared_layers
+        inner = [inner if layer < first else 2 * inner for layer in range(c.num_hidden_layers)]
     if kind == "falcon":
         kv, inner = (c.num_kv_heads if c.new_decoder_architecture else 1), c.ffn_hidden_size
     writer.add_context_length(c.max_position_embeddings)
@@ -100,8 +132,9 @@ def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv)
     writer.add_vocab_size(c.vocab_size)
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
+    own = c.every_head_dim[-1] if kind == "gemma4_text" else dim
+    writer.add_key_length(own)
+    writer.add_value_length(own)
     for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
         if hasattr(c, name):
             writer.add_layer_norm_eps(getattr(c, name))
@@ -110,7 +143,8 @@ def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
     rope = getattr(c, "rope_parameters", None) or {}
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     if kind != "gpt2":
-        writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
+        share = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(own * share))
         writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None:
         writer.add_float32(f"{writer.arch}.rope.freq_base_swa", local["rope_theta"])
@@ -143,8 +177,26 @@ def _more_keys(writer: gguf.GGUFWriter, c: Any) -> None:
     ):
         if key == "num_local_experts" and hasattr(c, "num_experts"):
             continue
+        if "expert" in key and c.model_type == "gemma4_text" and not c.enable_moe_block:
+            continue
         if getattr(c, key, None) is not None:
             add(getattr(c, key))
+    if c.model_type in ("olmo3", "gemma3n_text", "gemma4_text"):
+        writer.add_sliding_window_pattern([own == "sliding_attention" for own in c.layer_types])
+    if c.model_type in ("gemma3n_text", "gemma4_text"):
+        writer.add_shared_kv_layers(c.num_kv_shared_layers)
+        writer.add_embedding_length_per_layer_input(c.hidden_size_per_layer_input or 0)
+    if c.model_type == "gemma3n_text":
+        writer.add_altup_active_idx(c.altup_active_idx)
+        writer.add_altup_num_inputs(c.altup_num_inputs)
+        shares = torch.tensor(c.activation_sparsity_pattern)
+        writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    if c.model_type == "gemma4_text":
+        writer.add_key_length_swa(c.head_dim)
+        writer.add_value_length_swa(c.head_dim)
+        writer.add_rope_dimension_count_swa(c.head_dim)
+        if c.enable_moe_block:
+            writer.add_expert_used_count(c.top_k_experts)
     if c.model_type in ("gpt_oss", "llama4_text"):
         writer.add_expert_feed_forward_length(c.intermediate_size)
     if c.model_type == "llama4_text":
@@ -155,7 +207,7 @@ def _converted(weights: dict[str, Tensor], c: Any) -> Iterator[tuple[str, Tensor
     """The tensors as the file has them."""
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in weights.items():
-        if found := EXPERT.fullmatch(name) or HEADS.fullmatch(name):
+        if found := EXPERT.fullmatch(name) or HEADS.fullmatch(name) or STREAMS.fullmatch(name):
             merged = f"{found[1]}.experts.{found[3]}.weight" if found.re is EXPERT else f"{found[1]}.weight"
             stacks.setdefault(merged, {})[int(found[2])] = tensor
         else:
@@ -168,10 +220,28 @@ def _renamed(name: str) -> str:
     return re.sub(r"model\.layers\.(\d+)\.block_sparse_moe\.experts", r"layers.\1.feed_forward.experts", name)
 
 
+GEMMA_NAMES = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
+
+
+def _gemma_name(name: str, block: str) -> str:
+    """A name that the converter changes before it looks it up."""
+    found = next((own for end, own in GEMMA_NAMES.items() if name.endswith(f".{end}")), None)
+    return name if found is None else block + found
+
+
 def _split(name: str, tensor: Tensor, c: Any) -> Iterator[tuple[str, Tensor]]:
     kind, heads, layer = c.model_type, c.num_attention_heads, re.search(r"\.(\d+)\.", name)
     block = f"blk.{layer[1]}." if layer else ""
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if kind.startswith(("gemma3n", "gemma4")):
+        name = _gemma_name(name, block)
+    elif kind.startswith("gemma") and name.endswith("norm.weight"):
         tensor = tensor + 1
     elif kind in PERMUTED and ".q_proj." in name:
         tensor = interleaved(tensor, heads)
@@ -198,7 +268,7 @@ def _split(name: str, tensor: Tensor, c: Any) -> Iterator[tuple[str, Tensor]]:
         for role, own in zip(("gate", "up"), tensor.transpose(1, 2).chunk(2, dim=1), strict=True):
             yield f"{block}ffn_{role}_exps.weight", own
         return
-    elif ".experts.gate_up_proj" in name:
+    elif kind != "gemma4_text" and ".experts.gate_up_proj" in name:
         suffix = "bias" if name.endswith("_bias") else "weight"
         for i, role in enumerate(("gate", "up")):
             own = tensor[..., i::2]

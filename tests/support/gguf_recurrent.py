@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from support.gguf_files import blocks_of
+from support.gguf_files import blocks_of, interleaved
 
 A = gguf.MODEL_ARCH
 RECURRENT_ARCHS = {
     "lfm2": A.LFM2,
     "mamba2": A.MAMBA2,
+    "granitemoehybrid": A.GRANITE_HYBRID,
     "qwen3_next": A.QWEN3NEXT,
     "qwen3_5_text": A.QWEN35,
     "qwen3_5_moe_text": A.QWEN35MOE,
@@ -66,6 +67,9 @@ def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
         writer.add_shortconv_l_cache(c.conv_L_cache)
         writer.add_layer_norm_rms_eps(c.norm_eps)
         return
+    if c.model_type == "granitemoehybrid":
+        _granite_keys(writer, c)
+        return
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_key_length(dim)
     writer.add_value_length(dim)
@@ -87,6 +91,42 @@ def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
         writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
     if hasattr(c, "intermediate_size"):
         writer.add_feed_forward_length(c.intermediate_size)
+
+
+def _granite_keys(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_head_count_kv([0 if kind == "linear_attention" else c.num_key_value_heads for kind in c.layer_types])
+    writer.add_feed_forward_length(c.intermediate_size if c.num_local_experts else c.shared_intermediate_size)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
+    writer.add_embedding_scale(c.embedding_multiplier)
+    writer.add_attention_scale(c.attention_multiplier)
+    writer.add_residual_scale(c.residual_multiplier)
+    writer.add_logit_scale(c.logits_scaling)
+    inner = c.mamba_expand * c.hidden_size
+    _ssm(writer, c.mamba_d_conv, inner, c.mamba_d_state, heads=c.mamba_n_heads, groups=c.mamba_n_groups)
+    if c.num_local_experts:
+        writer.add_expert_count(c.num_local_experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_expert_shared_feed_forward_length(c.shared_intermediate_size)
+
+
+def _granite(name: str, tensor: Tensor, block: str, c: Any) -> Iterator[tuple[str, Tensor]]:
+    """Gates and ups apart, rows of queries and keys by neighboring pairs."""
+    end = "_shexp" if c.num_local_experts else ""
+    if name.endswith("_moe.input_linear.weight"):
+        for role, part in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+            yield f"{block}ffn_{role}_exps.weight", part
+    elif name.endswith("_moe.output_linear.weight"):
+        yield f"{block}ffn_down_exps.weight", tensor
+    elif name.endswith("shared_mlp.input_linear.weight"):
+        for role, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+            yield f"{block}ffn_{role}{end}.weight", part
+    elif name.endswith("shared_mlp.output_linear.weight"):
+        yield f"{block}ffn_down{end}.weight", tensor
+    elif ".q_proj." in name or ".k_proj." in name:
+        yield name, interleaved(tensor, c.num_attention_heads if ".q_proj." in name else c.num_key_value_heads)
+    else:
+        yield name, tensor
 
 
 def _lfm2_inner(c: Any) -> int:
@@ -120,14 +160,17 @@ def _converted(weights: dict[str, Tensor], c: Any) -> Iterator[tuple[str, Tensor
         if name.endswith("A_log"):
             rates = -tensor.exp()
             yield f"{block}ssm_a", rates if delta else rates[:, None]
-        elif name.endswith("mixer.D"):
+        elif name.endswith((".mixer.D", ".mamba.D")):
             yield f"{block}ssm_d", tensor[:, None]
         elif name.endswith("dt_bias"):
             yield f"{block}ssm_dt.bias", tensor
         elif name.endswith(("conv1d.weight", "conv.conv.weight")):
             yield name, tensor.squeeze(1)
-        elif name.endswith("mixer.norm.weight"):
-            yield f"{block}ssm_norm.weight", tensor.reshape(c.n_groups, -1)
+        elif name.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
+            groups = c.mamba_n_groups if ".mamba." in name else c.n_groups
+            yield f"{block}ssm_norm.weight", tensor.reshape(groups, -1)
+        elif c.model_type == "granitemoehybrid":
+            yield from _granite(name, tensor, block, c)
         elif name.endswith("in_proj_qkvz.weight"):
             qkv, z = _by_part(tensor, c)
             yield f"{block}attn_qkv.weight", qkv

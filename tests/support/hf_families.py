@@ -363,6 +363,14 @@ PER_LAYER: dict[str, dict[str, dict[str, Any]]] = {
             "altup_num_inputs": 3,
             "final_logit_softcapping": 6.0,
         },
+        "gemma3n-published": {
+            **LAYERS,
+            "layer_types": None,
+            "intermediate_size": 84,
+            "num_kv_shared_layers": 1,
+            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
+            "laurel_rank": 64,
+        },
         "gemma3n-second-stream": {
             **LAYERS,
             "num_hidden_layers": 5,

@@ -64,8 +64,7 @@ def known() -> Counts:
     for names in [*([case["name"] for case in group] for group in VARIANTS.values()), *map(list, OTHERS.values())]:
         family = family_of(names[0])
         counts[family]["torch"] = counts[family].get("torch", 0) + len(names)
-        if family not in ("gemma3n", "gemma4"):
-            counts[family]["native"] = counts[family]["torch"]
+        counts[family]["native"] = counts[family]["torch"]
     return counts
 
 
@@ -104,17 +103,13 @@ def _what(test: ElementTree.Element) -> list[tuple[str, str]]:
     function, id = found.groups()
     if file in BY_CASE:
         name, _, path = id.partition(", ")
-        return [(path or "native", name)] if name in _names() and (path or not _only_torch(name)) else []
+        return [(path or "native", name)] if name in _names() else []
     path, wanted = BY_FILE.get(file, ("", "nothing"))
     return [(path, re.sub(r"-(require|off)$", "", id))] if re.fullmatch(wanted, function) else []
 
 
 def _names() -> set[str]:
     return {case["name"] for group in VARIANTS.values() for case in group} | {n for g in OTHERS.values() for n in g}
-
-
-def _only_torch(name: str) -> bool:
-    return any(name in group for group in PER_LAYER.values())
 
 
 _found: list[dict] = []

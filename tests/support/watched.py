@@ -14,6 +14,7 @@ from headway.models.adapters.bound import BoundAdapter
 from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Batch
 from headway.runtime.runners.base import InFlight, Runner
+from support.eventually import eventually
 
 
 class WatchedRunner:
@@ -47,6 +48,18 @@ class WatchedRunner:
     def begin(self, batch: Batch) -> InFlight:
         self.before(batch)
         return self.inner.begin(batch)
+
+
+class PatientRunner(WatchedRunner):
+    """Leaves the programs their time, however busy the machine is: a step begins once they have taken every token that
+    was drawn for them."""
+
+    def before(self, batch: Batch) -> None:
+        eventually(self._have_programs_taken_all)
+
+    def _have_programs_taken_all(self) -> bool:
+        with self.engine._lock:
+            return not any(job.decode is not None and job.decode.buffer for job in self.engine._loop.jobs())
 
 
 def tokens_of(batch: Batch) -> list[int]:

@@ -1,4 +1,4 @@
-"""Arrays of floats without torch. numpy has no bfloat16: an array of uint16 holds the bits of bfloat16s.
+"""Arrays without torch. numpy has no bfloat16: an array of uint16 holds the bits of bfloat16s.
 
 A tensor of torch becomes an array by its own methods, so that nothing here imports torch.
 """
@@ -6,6 +6,7 @@ A tensor of torch becomes an array by its own methods, so that nothing here impo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -30,6 +31,20 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, zero: bo
     raw = (np.zeros if zero else np.empty)(count + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
     return raw[start : start + count].view(kind).reshape(sizes)
+
+
+def numbers(values: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Whole numbers [N] int64; those of a range are not gone through one by one."""
+    if isinstance(values, range):
+        return np.arange(values.start, values.stop, values.step, dtype=np.int64)
+    return np.asarray(values, dtype=np.int64)
+
+
+def joined_numbers(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """The whole numbers of all parts [N] int64. An array for each pays where they are long."""
+    if sum(map(len, parts)) > 32 * len(parts):
+        return np.concatenate([numbers(part) for part in parts])
+    return np.array([*chain.from_iterable(parts)], dtype=np.int64)
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

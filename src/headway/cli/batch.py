@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headway.base.errors import InvalidInput
 from headway.cli.flags.declare import Argument, Option, panel, with_flags
-from headway.cli.flags.shared import INTEGER, EngineOptions, Json, Quiet
+from headway.cli.flags.shared import INTEGER, NO_TIERS, EngineOptions, Json, Quiet
 from headway.cli.pipeline import Columns, Restart, Set, WithInput, file_flag, read_options
 from headway.cli.serve.flags import Classify, Embed, Rerank
 from headway.cli.terminal.job_progress import job_progress
@@ -133,7 +133,8 @@ def batch(
 def _pipeline_options(options: EngineOptions) -> dict[str, Any]:
     """The options of a pipeline among those of engines; others are refused."""
     given, usual = options.given(), EngineOptions().given()
-    for name in ("threads", "memory", "memory_fraction", "kv_dtype", "tensor_parallel"):
+    others = ("threads", "memory", "memory_fraction", "kv_dtype", "tensor_parallel", *NO_TIERS)
+    for name in others:
         if given.get(name) != usual.get(name):
             raise InvalidInput(f"--{name.replace('_', '-')} is an option of engines, and this task is a pipeline's")
     return {name: given[name] for name in ("dtype", "device", "quantize") if name in given}

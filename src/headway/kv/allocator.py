@@ -13,11 +13,13 @@ done before the next step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
+from itertools import islice
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import OutOfPages
+from headway.kv.tiers.page_store import PageName, PageSource, PageStore
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,28 @@ class Import:
     pages: tuple[int, ...]
 
 
-Edit = Clear | Copy | Gather | Export | Import
+@dataclass(frozen=True, eq=False)
+class Save:
+    """Copy pages that leave the prefix cache to places in host memory, under their names."""
+
+    pages: tuple[int, ...]
+    store: PageStore
+    places: tuple[int, ...]
+    names: tuple[PageName, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Copy pages of these names from their places to pages of the pool."""
+
+    source: PageSource
+    places: tuple[int, ...]
+    names: tuple[PageName, ...]
+    pages: tuple[int, ...]
+
+
+Edit = Clear | Copy | Gather | Export | Import | Save | Load
+Evicted = Callable[[Sequence[tuple[int, bytes]]], Iterable[Edit]]  # pages and their keys: what to do before they go
 
 
 class Allocator:
@@ -94,6 +117,7 @@ class Allocator:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._edits: list[Edit] = []
+        self.on_evicted: Evicted = lambda pages: ()  # where there is a tier below the pool
         self._used: set[int] = set()  # pages that may have memory of their own: those taken since `shrink` gave them up
 
     @property
@@ -126,14 +150,21 @@ class Allocator:
                 f"{n} pages are needed and {self.available} of {self.total} are free; release contexts, "
                 "or create the engine with a larger pages="
             )
-        while len(self._free) < n:
-            self.forget(next(iter(self._cached)))
+        self.evict(n - len(self._free))
         pages = [self._free.pop() for _ in range(n)]
         self._used.update(pages)
         for page in pages:
             self._holders[page] = 1
             self._edits.append(Clear(page))
         return pages
+
+    def evict(self, n: int) -> None:
+        """Free n cached pages, the least recently used first; their contents go to the tier below, if there is one."""
+        pages = [(page, self._key_of[page]) for page in islice(self._cached, max(0, n))]
+        for page, _ in pages:
+            self.forget(page)
+        if pages:
+            self._edits.extend(self.on_evicted(pages))
 
     def share(self, pages: Iterable[int]) -> None:
         """One more holder for each page, held or cached."""
@@ -175,6 +206,10 @@ class Allocator:
 
     def is_keyed(self, page: int) -> bool:
         return page in self._key_of
+
+    def key_of(self, page: int) -> bytes | None:
+        """The key by which a page can be found."""
+        return self._key_of.get(page)
 
     def forget(self, page: int) -> None:
         """Take a page's key away; without holders it is free."""

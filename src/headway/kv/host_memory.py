@@ -13,7 +13,10 @@ def lazy_zeros(size: int) -> mmap.mmap | bytearray:
     """Zeros of which only what is written takes memory; to allocate them elsewhere would touch all of them at once."""
     if sys.platform == "win32":
         return bytearray(size)
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system refuses {size} bytes: {error.strerror}") from error
 
 
 def give_back(memory: mmap.mmap | bytearray, start: int, end: int) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 from headway.base.arrays import STORED
 from headway.kernels.host.rope import rerotate
 from headway.kv import host_memory
-from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
+from headway.kv.tiers.page_store import HostPlaces, PlaceMemory
 
 
 def in_runs(edits: Sequence[Edit]) -> Iterator[Edit | list[int]]:
@@ -56,6 +57,15 @@ class Pool(Protocol):
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Give the memory of these pages, whose contents nobody needs, back to the system; they become zeros."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, of all layers."""
+        ...
+
+    def new_places(self, count: int) -> PlaceMemory:
+        """Memory of the host for pages that leave the pool."""
         ...
 
     def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -125,6 +135,11 @@ class HostPool:
         self._parts = (self.keys, self.values)
 
     @property
+    def pages(self) -> int:
+        """How many there are, with page 0."""
+        return self.raw.shape[2]
+
+    @property
     def nbytes(self) -> int:
         return self.raw.nbytes
 
@@ -146,7 +161,7 @@ class HostPool:
         for edit in in_runs(edits):
             match edit:
                 case list():
-                    self.raw[:, :, edit] = 0
+                    self._clear(edit)
                 case Clear(page, start):
                     for part in self._parts:
                         part[:, page, start:] = 0
@@ -161,6 +176,13 @@ class HostPool:
                     data = source.data
                     assert isinstance(data, np.ndarray)
                     self.write(pages, data[:, :, list(places)])
+                case Save(pages, store, places, names):
+                    store.save(places, names, pages, self.read)
+                case Load(source, places, names, pages):
+                    self.write(pages, source.load(places, names))
+
+    def _clear(self, pages: list[int]) -> None:
+        self.raw[:, :, pages] = 0
 
     def _gather(self, edit: Gather) -> None:
         pages, places = np.array(edit.pages, np.int64), np.array(edit.places, np.int64)
@@ -183,6 +205,13 @@ class HostPool:
         index = np.array(pages, np.int64)
         for i, part in enumerate(self._parts):
             part[:, index] = data[:, i]
+
+    @property
+    def page_bytes(self) -> int:
+        return math.prod(self.page_shape) * self.width
+
+    def new_places(self, count: int) -> HostPlaces:
+        return HostPlaces(count, self.page_shape, self.raw.dtype)
 
     def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         return data.copy().view(self.raw.dtype).reshape(shape)  # as the file has it, it may be unaligned

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
+from headway.base.arrays import numbers
 from headway.base.checks import check_integer
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange
@@ -162,14 +163,17 @@ class PageTable:
         """
         if pages:
             self.pages = [*self.pages, *pages]
-        self.tokens.extend(log.tokens)
-        self.positions.extend(log.positions)
+        self.tokens.extend(array("q", log.tokens))
         if len(log.positions) == 1:  # most passes
             self.peaks.append(max(self.next_position - 1, log.positions[0]))
+            self.positions.extend(log.positions)
         elif isinstance(log.positions, range) and log.positions.start >= self.next_position:
-            self.peaks.extend(log.positions)
+            positions = array("q", numbers(log.positions).tobytes())
+            self.peaks.extend(positions)
+            self.positions.extend(positions)
         else:
             self.peaks.extend(islice(accumulate(log.positions, max, initial=self.next_position - 1), 1, None))
+            self.positions.extend(log.positions)
         self.masks.extend(log.masks)
         self.adapters.extend((None,) * len(log.tokens) if log.adapters is None else log.adapters)
         self.length += len(log.tokens)

@@ -16,8 +16,9 @@ from headway.kernels.reference.quantized import tensor
 from headway.kernels.reference.rope import rerotate
 from headway.kernels.transfer import to_device
 from headway.kv import host_memory
-from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
 from headway.kv.pool import in_runs
+from headway.kv.tiers.tensor_places import TensorPlaces
 
 
 class TensorPool:
@@ -87,6 +88,10 @@ class TensorPool:
                     data = source.data
                     assert isinstance(data, np.ndarray)
                     self.write(pages, tensor(data[:, :, list(places)]))
+                case Save(pages, store, places, names):
+                    store.save(places, names, pages, self.read)
+                case Load(source, places, names, pages):
+                    self.write(pages, source.load(places, names))
 
     def _gather(self, edit: Gather) -> None:
         pages, places, end = self._index(edit.pages), self._index(edit.places), edit.start + len(edit.pages)
@@ -126,6 +131,13 @@ class TensorPool:
     def give_back(self, pages: Sequence[int]) -> None:
         if self._memory is not None:
             host_memory.give_back_pages(self._memory, self.raw.shape, self.width, pages)
+
+    @property
+    def page_bytes(self) -> int:
+        return math.prod(self.page_shape) * self.width
+
+    def new_places(self, count: int) -> TensorPlaces:
+        return TensorPlaces(count, self.page_shape, self.raw.dtype, self.raw.device)
 
     def from_bytes(self, data: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         return from_tensor(_numbers(data, self.raw.dtype)).reshape(shape)

@@ -46,7 +46,7 @@ class Capabilities:
             runner=runner,
             reason=reason,
             native=native,
-            triton=plain,
+            triton=why_no_triton_layers(config) is None,
             adapters=_attention_roles(config) + mlp,
             adapts_head=config.description.logit_scale == 1.0 and config.description.logit_cap is None,
             quantize=native and not split,
@@ -90,17 +90,28 @@ def _attention_roles(config: ModelConfig) -> tuple[str, ...]:
 
 def why_no_triton_layers(config: ModelConfig) -> str | None:
     """Why the Triton kernels do not compute a model of this config, in words, or None."""
+    d = config.description
+    words = (
+        *((word, True) for own in (d.per_layer, d.altup) if own is not None for word in own.differences()),
+        ("latent attention", d.latent is not None),
+        ("recurrent layers", d.recurrence is not None),
+        ("experts that are chosen by groups", d.experts is not None and d.experts.groups is not None),
+        ("norms after parallel attention", d.parallel and d.norm_place != "before"),
+    )
+    others = ", ".join(word for word, has in words if has)
+    return f"they do not have {others}, as {config.family} has" if others else None
+
+
+def why_llama_alone(config: ModelConfig) -> str | None:
+    """Why weights that are split or quantized on a CUDA device are not computed by Triton kernels, or None."""
     if is_llama_like(config):
         return None
-    others = ", ".join(config.differences())
-    return f"they have Llama's layers, and {config.family} has {others or 'its weights in files of another layout'}"
+    others = ", ".join(config.differences()) or "its weights in files of another layout"
+    return f"they have Llama's layers alone there, and {config.family} has {others}"
 
 
 def why_no_native_layers(config: ModelConfig) -> str | None:
     """Why the native step does not compute a model of this config, in words, or None."""
-    if config.description.per_layer is not None:
-        others = ", ".join(config.description.per_layer.differences())
-        return f"it does not have {others}, as {config.family} has"
     if config.description.both:
         return f"it does not have attention and recurrence in one layer, as {config.family} has"
     return None

@@ -15,8 +15,10 @@ from headway.kernels.host.rope import Rope
 from headway.models.description import PLAIN, Description, KvShape
 from headway.models.families import FAMILIES, by_architecture, by_gguf
 from headway.models.families.family import Family
+from headway.models.families.windows import gguf_sizes
 from headway.models.files.quantization import read_scheme
 from headway.models.keys import LARGEST, Keys
+from headway.models.nested import text_config
 from headway.models.rope_keys import gguf_rope, hf_rope
 from headway.models.weights import shapes
 
@@ -159,6 +161,13 @@ class ModelConfig:
         return self.head_dim**-0.5 if scale is None else scale
 
     @property
+    def rope_sets(self) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+        """The ropes that occur, and for each layer the number of its own, -1 for one that is not rotated."""
+        ropes = self.description.ropes or (self.rope,) * self.layers
+        sets = tuple(rope for rope in dict.fromkeys(ropes) if rope.dim)
+        return sets, tuple(sets.index(rope) if rope.dim else -1 for rope in ropes)
+
+    @property
     def sliding_windows(self) -> tuple[int | None, ...]:
         """The windows of a model without chunked attention."""
         assert not any(isinstance(window, ChunkWindow) for window in self.windows)
@@ -195,6 +204,7 @@ def read_config(path: Path) -> ModelConfig:
 
 def from_hf(data: Mapping[str, Any]) -> ModelConfig:
     """The config of a Hugging Face config.json, with current or older key names."""
+    data = text_config(data)
     names = data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise BadModelFile(f"config.json: architectures is {names!r}; it must be a list with one name")
@@ -277,9 +287,13 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
         hidden_size=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=_gguf_kv_heads(keys, heads),
+        kv_heads=max(gguf_sizes(keys, "attention.head_count_kv", layers))
+        if family.gguf_by_layer
+        else _gguf_kv_heads(keys, heads),
         head_dim=head_dim,
-        intermediate_size=keys.int("feed_forward_length"),
+        intermediate_size=max(gguf_sizes(keys, "feed_forward_length", layers))
+        if family.gguf_by_layer
+        else keys.int("feed_forward_length"),
         max_positions=keys.int("context_length"),
         norm_eps=keys.float("attention.layer_norm_rms_epsilon"),
         rope=gguf_rope(keys, head_dim, family.theta, latent=family.latent),

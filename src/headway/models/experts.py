@@ -129,9 +129,12 @@ class ScaledExperts(ExpertWeights):
     eps: float = field(kw_only=True)
 
     def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = unit_norm(h, self.eps) * self.router_scale * h.shape[-1] ** -0.5
+        scaled = self.unit(h) * self.router_scale * h.shape[-1] ** -0.5
         chosen, weights = super().route(scaled)
         return chosen, weights * self.expert_scale[chosen]
+
+    def unit(self, h: Tensor) -> Tensor:
+        return unit_norm(h, self.eps)
 
 
 @dataclass(frozen=True, eq=False)

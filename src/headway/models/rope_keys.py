@@ -62,7 +62,7 @@ def _rope(keys: Keys, kind: str, dim: int, theta: float, positions: int) -> Rope
     if dim < 2 or dim % 2:
         raise BadModelFile(f"{keys.source}: {dim} rotated dimensions; it must be an even number of at least 2")
     match kind:
-        case "default":
+        case "default" | "mrope":  # where a token's three positions are one
             return Rope(dim, theta)
         case "linear":
             return Rope(dim, theta, "linear", factor=keys.positive("factor"))

@@ -40,6 +40,7 @@ from headway.program.kv_cache.page_map import PageMap, map_pages
 from headway.program.kv_cache.pool_size import PoolSize
 from headway.program.kv_cache.prefix_cache import PrefixCache
 from headway.program.kv_cache.snapshots import Snapshots, snapshot_folder
+from headway.program.kv_cache.tiers import STAGING, TierSizes, open_tiers
 from headway.program.model.loaded import EngineModel
 from headway.program.model.weights import sleep, update_weights, wake
 from headway.program.run_in_thread import run_program
@@ -51,6 +52,7 @@ from headway.runtime.memory import memory_share, running_out
 from headway.runtime.profile import Profile, Profiler, Sample
 from headway.runtime.runners.base import Runner
 from headway.runtime.runners.select import Backend
+from headway.runtime.scheduler.cache_tiers import CacheTiers
 from headway.runtime.scheduler.step_time import StepTime
 
 if TYPE_CHECKING:
@@ -88,6 +90,9 @@ class Engine(Closing):
         trim: bool = True,
         tensor_parallel: int = 1,
         snapshots: str | Path | None = None,
+        cache_host: int | str | None = None,
+        cache_folder: str | Path | None = None,
+        cache_folder_size: int | str | None = None,
         runner: Runner | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
@@ -108,6 +113,8 @@ class Engine(Closing):
         all on this machine, with CUDA each on a device of its own.
         `snapshots` is where durable snapshots are: a folder, or an fsspec URL such as s3://bucket/folder, that engines
         of one model may share. It is trusted like the weights.
+        `cache_host` is how much host memory keeps pages that leave the prefix cache, in bytes or as text like "2G", and
+        `cache_folder` a folder for those that leave host memory, of `cache_folder_size` (16G).
         `runner` computes batches in place of the model (headway.testing).
         `progress` is called with the layers loaded and their total; without, a notebook shows a bar.
         """
@@ -120,6 +127,8 @@ class Engine(Closing):
         ranks = check_integer(tensor_parallel, "tensor_parallel", 1, MAX_RANKS)
         if ranks > 1 and (runner is not None or isinstance(model, Backend)):
             raise Unsupported("tensor_parallel is for engines with a runner of their own; this one was given another")
+        tiers = TierSizes.of(cache_host, cache_folder, cache_folder_size)
+        tiers.check(tensor_parallel=ranks, has_runner=runner is not None)
         loaded = self._model = EngineModel(model, dtype=dtype, device=device, quantize=quantize, tensor_parallel=ranks)
         budget, mixed = row_budgets(max_batch_tokens, loaded.device)
         step_time = step_target(step_ms, paced=loaded.device.type == "cpu" and runner is None)
@@ -129,7 +138,7 @@ class Engine(Closing):
         try:
             self._open(
                 count, sizing, runner, kv_dtype=kv_dtype, deterministic=deterministic, trim=trim,
-                budget=budget, mixed=mixed, step_time=step_time,
+                budget=budget, mixed=mixed, step_time=step_time, tiers=tiers,
             )  # fmt: skip
         except BaseException:
             loaded.close()
@@ -149,6 +158,7 @@ class Engine(Closing):
         budget: int,
         mixed: int,
         step_time: StepTime | None,
+        tiers: TierSizes,
     ) -> None:
         """Take the memory of the pages, and start the loop."""
         loaded, page_size = self._model, sizing.page_size
@@ -167,6 +177,7 @@ class Engine(Closing):
 
         with running_out(decoder.device, "trying out the largest step"):
             trial, more = small if runner is None else None, loaded.backend.reference_bytes
+            more += STAGING if tiers.host and decoder.device.type == "cuda" else 0
             total, self._pool_reason = sizing.pick(
                 decoder, kv_dtype=self._kv_dtype, in_memory=loaded.in_memory, small=trial, more=more,
                 config=loaded.config if decoder.device.type == "cpu" else None,
@@ -179,6 +190,7 @@ class Engine(Closing):
         self._runner_is_given = runner is not None
         if runner is None:
             runner = self._new_runner()
+        self._tiers = open_tiers(self, tiers)
         self._loop = Loop(
             runner,
             self._allocator,
@@ -191,7 +203,9 @@ class Engine(Closing):
             on_idle=partial(give_back_when_idle, weakref.ref(self)),
             on_start=partial(loaded.backend.use_threads, count),
         )
-        weakref.finalize(self, _end, self._loop, loaded)  # when it is garbage, or still open at exit
+        if self._tiers is not None:
+            self._loop.use_tiers(self._tiers)
+        weakref.finalize(self, _end, self._loop, loaded, self._tiers)  # when it is garbage, or still open at exit
         if loaded.backend.ranks is not None:
             loaded.backend.ranks.tell(partial(_lose, weakref.ref(self._loop)))
         self._adapters = LoadedAdapters(self.config, partial(_upload, self._loop, decoder.device))
@@ -493,13 +507,14 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Cancel waiting passes, let the running step end, stop worker and ranks. Contexts saved in memory are gone."""
-        self._loop.close()
         self._snapshots.forget_all()
-        self._model.close()
+        _end(self._loop, self._model, self._tiers)
 
 
-def _end(loop: Loop, model: EngineModel) -> None:
+def _end(loop: Loop, model: EngineModel, tiers: CacheTiers | None) -> None:
     loop.close()
+    if tiers is not None:
+        tiers.close()
     model.close()
 
 

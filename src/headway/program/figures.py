@@ -8,6 +8,7 @@ from headway.base.dataclass import dataclass
 
 if TYPE_CHECKING:
     from headway.program.engine import Engine
+    from headway.runtime.scheduler.cache_tiers import CacheTiers
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class EngineStats:
     accepted: int
     adapters: int  # loaded now
     adapter_bytes: int  # on the device
+    cache_host_pages: int = 0  # that left the pool's prefix cache and are kept in host memory, and their bytes
+    cache_host_bytes: int = 0
+    cache_host_saves: int = 0  # pages copied there so far, and pages copied back
+    cache_host_hits: int = 0
+    cache_folder_pages: int = 0  # in files below host memory, and their bytes
+    cache_folder_bytes: int = 0
+    cache_folder_hits: int = 0  # pages read back so far
+    cache_tier_errors: int = 0  # pages that could not be kept or brought back so far; they were computed again
 
 
 def engine_stats(engine: Engine) -> EngineStats:
@@ -76,7 +85,27 @@ def engine_stats(engine: Engine) -> EngineStats:
             accepted=done.accepted,
             adapters=adapters,
             adapter_bytes=adapter_bytes,
+            **({} if engine._tiers is None else _tier_figures(engine._tiers)),
         )
+
+
+def _tier_figures(tiers: CacheTiers) -> dict[str, int]:
+    host, folder = tiers.host, tiers.folder
+    figures = {
+        "cache_host_pages": host.pages,
+        "cache_host_bytes": host.pages * host.store.memory.page_bytes,
+        "cache_host_saves": host.saved,
+        "cache_host_hits": tiers.host_hits,
+        "cache_tier_errors": host.store.errors + tiers.misses,
+    }
+    if folder is not None:
+        figures |= {
+            "cache_folder_pages": folder.pages,
+            "cache_folder_bytes": folder.bytes,
+            "cache_folder_hits": tiers.folder_hits,
+        }
+        figures["cache_tier_errors"] += folder.errors + folder.damaged
+    return figures
 
 
 def page_keys(engine: Engine) -> list[bytes]:

@@ -308,9 +308,11 @@ class Forward:
         """The attention mask of every token of the pass, or None for plain causal attention over live slots."""
         pending, rows = len(view.pending), len(self._tokens)
         base, total = view.length, view.length + pending + rows
+        if self._mask is None and view.live is None:
+            return None
         plain = [None if view.live is None else view.live(base + i + 1) for i in range(pending + rows)]
         if self._mask is None:
-            return None if view.live is None else tuple(plain)
+            return tuple(plain)
         live = None if view.live is None else view.live(total)
         at = np.fromiter(chain(view.positions, positions), np.int64) if self._mask.needs_positions else None
         masks: list[Brle | None] = [*plain[:pending]]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.base.arrays import joined_numbers
 from headway.base.dataclass import dataclass
 from headway.base.specs.adapters import AdapterMix, Mixes
 from headway.base.specs.brle import Brle
@@ -94,6 +95,7 @@ class DecodeRows:
     adapters: Mixes | None = None  # as in Segment
     probes: tuple[tuple[Readout, ...], ...] | None = None  # what else is read of each row; None: nothing
     states: np.ndarray | None = None  # [N, 2] places of the recurrent state before and after each row, if there is one
+    group: object = None  # the same object while rows are of the same sequences, each one slot on
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -164,7 +166,7 @@ class Chunk:
     start: int
     stop: int
     reread: bool
-    write_slots: list[int]
+    write_slots: Sequence[int] | np.ndarray
     pages: np.ndarray
     numbers: np.ndarray
     masks: tuple[Brle | None, ...]
@@ -220,41 +222,42 @@ def lay_out(
 
 def pack(chunks: Sequence[Chunk], decode: DecodeRows | None = None, *, positions: bool = True) -> Batch:
     """Chunks and decode rows as one batch. Without `positions` its segments do not have the position ids of slots."""
-    tokens: list[int] = []
-    at: list[int] = []
-    slots: list[int] = []
-    write_rows: list[int] = []
-    write_slots: list[int] = []
-    firsts = []
+    tokens: list[Sequence[int]] = []
+    at: list[Sequence[int]] = []
+    slots: list[Sequence[int]] = []
+    write_rows: list[Sequence[int]] = []
+    write_slots: list[Sequence[int] | np.ndarray] = []
+    firsts, count = [], 0
     for chunk in chunks:
         work, table, start, stop = chunk.work, chunk.table, chunk.start, chunk.stop
-        firsts.append(len(tokens))
+        firsts.append(count)
         if chunk.reread:
-            tokens.append(table.tokens[-1])
-            at.append(table.positions[-1])
-            slots.append(chunk.base - 1)
-        write_rows += range(len(tokens) + chunk.unwritten, len(tokens) + stop - start)
-        write_slots += chunk.write_slots
-        tokens += work.tokens[start:stop]
-        at += work.positions[start:stop]
-        slots += range(chunk.base + start, chunk.base + stop)
-    where = np.array(slots, dtype=np.int64)
+            tokens.append((table.tokens[-1],))
+            at.append((table.positions[-1],))
+            count += 1
+        write_rows.append(range(count + chunk.unwritten, count + stop - start))
+        write_slots.append(chunk.write_slots)
+        tokens.append(work.tokens[start:stop])
+        at.append(work.positions[start:stop])
+        slots.append(range(chunk.base + start - chunk.reread, chunk.base + stop))
+        count += stop - start
+    where = joined_numbers(slots)
     return Batch(
-        tokens=np.array(tokens, dtype=np.int64),
-        positions=np.array(at, dtype=np.int64),
-        write_rows=np.array(write_rows, dtype=np.int64),
-        write_slots=np.array(write_slots, dtype=np.int64),
+        tokens=joined_numbers(tokens),
+        positions=joined_numbers(at),
+        write_rows=joined_numbers(write_rows),
+        write_slots=joined_numbers(write_slots),
         segments=tuple([_segment(c, first, where, positions) for c, first in zip(chunks, firsts, strict=True)]),
         decode=decode,
     )
 
 
-def _physical(pages: np.ndarray, size: int, begin: int, end: int) -> list[int]:
+def _physical(pages: np.ndarray, size: int, begin: int, end: int) -> Sequence[int] | np.ndarray:
     """The physical slots of slots `begin` to `end` of a sequence."""
     if end - begin == 1:  # a decode
         return [int(pages[begin // size]) * size + begin % size]
     slots = np.arange(begin, end)
-    return (pages[slots // size] * size + slots % size).tolist()
+    return pages[slots // size] * size + slots % size
 
 
 def joined(pages: np.ndarray, more: Sequence[int]) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import field
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError, PassFailed, RankLost
-from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, HostPages, Import
+from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, HostPages, Import, Load, Save
 
 
 @dataclass(eq=False)
@@ -21,6 +21,7 @@ class Damage:
     pages: dict[int, HeadwayError] = field(default_factory=dict)
     hosts: dict[HostPages, HeadwayError] = field(default_factory=dict)
     sources: dict[int, HostPages] = field(default_factory=dict)  # where what belongs in a page still is
+    misses: set[HeadwayError] = field(default_factory=set)  # of pages that no tier has: they can be computed instead
 
     def __bool__(self) -> bool:
         return bool(self.pages or self.hosts)
@@ -40,6 +41,8 @@ class Damage:
         """An edit was not done."""
         if isinstance(edit, Export):
             self.hosts[edit.target] = error
+        if isinstance(edit, Load):
+            self.misses.add(error)
         for page in _written(edit):
             self.pages[page] = error
             if isinstance(edit, Import):
@@ -47,7 +50,7 @@ class Damage:
 
     def mended(self, edit: Edit) -> None:
         """An edit was done, and says all that is in its pages."""
-        if isinstance(edit, Import) or (isinstance(edit, Clear) and edit.start == 0):
+        if isinstance(edit, Import | Load) or (isinstance(edit, Clear) and edit.start == 0):
             for page in _written(edit):
                 self.pages.pop(page, None)
                 self.sources.pop(page, None)
@@ -89,7 +92,7 @@ def runs(edits: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
     run: list[Edit] = []
     read: set[int] = set()
     for edit in edits:
-        if not read.isdisjoint(_written(edit)):
+        if read and not read.isdisjoint(_written(edit)):
             yield tuple(run)
             run, read = [], set()
         run.append(edit)
@@ -100,11 +103,13 @@ def runs(edits: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
 
 def _read(edit: Edit) -> tuple[int, ...]:
     match edit:
+        case Clear():
+            return ()
         case Copy(source):
             return (source,)
         case Gather(pages):
             return pages
-        case Export(pages):
+        case Export(pages) | Save(pages):
             return pages
     return ()
 
@@ -117,6 +122,6 @@ def _written(edit: Edit) -> tuple[int, ...]:
             return (target,)
         case Gather(target=target):
             return (target,)
-        case Import(_, _, pages):
+        case Import(_, _, pages) | Load(_, _, _, pages):
             return pages
     return ()

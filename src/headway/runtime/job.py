@@ -24,6 +24,14 @@ from headway.runtime.passes import Pass, PassResult, PassStats
 PATIENCE = 64  # steps after which a waiting pass gains on others: a prefill on decodes, any on those that hold pages
 
 
+@dataclass(frozen=True, eq=False)
+class FetchedFiles:
+    """Pages that were read from files, by key; of no use once everything kept was dropped."""
+
+    generation: int
+    pages: Mapping[bytes, bytes]
+
+
 def _nothing() -> None:
     pass
 
@@ -67,6 +75,9 @@ class Job:
     saved: list[StateCheckpoint] = field(default_factory=list)  # of its own slots so far, for the table
     keys: list[bytes] = field(default_factory=list)  # of the pass's whole pages, if they can be cached
     hits: int = 0  # pages found in the prefix cache
+    is_reading: bool = False  # pages of it are read from files
+    reader: Job | None = None  # another one for which pages are read that it waits for
+    fetched: FetchedFiles | None = None  # these pages; they are read once
     kept_pages: frozenset[int] | None = None  # page numbers that attention needs; None: all
     values: dict[int, object] = field(default_factory=dict)
     before: Mark | None = None  # the table before it advanced
@@ -83,6 +94,17 @@ class Job:
     ended: float = 0.0
     decode: Decode | None = None
     resting: bool = False  # a decoding sequence whose buffer is full, or that is over
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it may be planned: it is neither fed by another pass, nor at rest, nor waits for files."""
+        return self.after is None and not self.resting and not self.waits_for_files
+
+    @property
+    def waits_for_files(self) -> bool:
+        """Whether it, or what it waits for, gets pages from files first."""
+        others = (self.reader, self.after)
+        return self.is_reading or any(job is not None and job.waits_for_files for job in others)
 
     @property
     def decodes(self) -> bool:
@@ -146,6 +168,7 @@ class Job:
         """Back to the start. Only `KVCache.give_back` calls this, after it has freed what the job held."""
         self.done = self.replayed = self.replay_from = self.written_from = self.hits = 0
         self.started, self.replay, self.chunk, self.state = False, None, None, None
+        self.is_reading, self.reader = False, None
         self.pages, self.replay_pages, self.keys, self.row_states, self.saved = [], [], [], [], []
         self.values.clear()
 

@@ -20,6 +20,7 @@ from headway.base.errors import Closed, HeadwayError, RankLost
 from headway.base.events import StepEvent
 from headway.base.specs.samplers import UNDECIDED
 from headway.base.system.log import log_event
+from headway.base.system.switch_interval import WHILE_IN_FLIGHT, SwitchInterval
 from headway.kv.allocator import Allocator, Edit
 from headway.kv.states import States
 from headway.kv.table import PageTable
@@ -28,12 +29,13 @@ from headway.runtime.adapters import DeviceWeights
 from headway.runtime.batch import Chunk, needed_pages
 from headway.runtime.decode import Decode
 from headway.runtime.edits import carry_out
-from headway.runtime.job import Job, Queue
+from headway.runtime.job import FetchedFiles, Job, Queue
 from headway.runtime.memory import step_error
 from headway.runtime.outcome import resolve, wake_all
 from headway.runtime.passes import Pass
 from headway.runtime.runners.base import NoRunner, Runner, SegmentResult, StepResult
 from headway.runtime.scheduler.admission import check_admission
+from headway.runtime.scheduler.cache_tiers import CacheTiers
 from headway.runtime.scheduler.job_states import JobStates
 from headway.runtime.scheduler.kv_cache import KVCache
 from headway.runtime.scheduler.plan import Scheduler
@@ -43,7 +45,6 @@ from headway.runtime.step_costs import StepCosts
 from headway.runtime.worker.gathering import Gathering
 from headway.runtime.worker.in_flight import Failed, Started
 from headway.runtime.worker.notifier import Notifier
-from headway.runtime.worker.switch_interval import SwitchInterval
 
 IDLE_SECONDS = 30.0  # without work until memory goes back to the system
 
@@ -97,7 +98,7 @@ class Loop:
         self._died: BaseException | None = None
         self._lost: RankLost | None = None  # what the worker stops for, wherever it is
         self._on_start, self._on_idle = on_start, on_idle
-        self._switch_interval = SwitchInterval()
+        self._switch_interval = SwitchInterval(WHILE_IN_FLIGHT)
         self._notifier = Notifier()
         self._thread = threading.Thread(target=self._work, name="headway-worker", daemon=True)
         self._thread.start()
@@ -148,6 +149,18 @@ class Loop:
         """Let a decoding sequence end after the token in flight, if there is one. The caller holds the lock."""
         if job.decode is not None and job.decodes and not job.decode.over:
             job.decode.finish(job)
+
+    def use_tiers(self, tiers: CacheTiers) -> None:
+        """Keep pages that leave the prefix cache."""
+        with self.lock:
+            self.kv_cache.tiers, tiers.on_fetched = tiers, self._fetched
+            self._allocator.on_evicted = tiers.host.keep
+
+    def _fetched(self, job: Job, files: FetchedFiles) -> None:
+        """What a pass waited for has been read from files."""
+        with self.lock:
+            self.kv_cache.fetched(job, files)
+            self._changed.notify_all()
 
     def next_token(self, job: Job) -> int | None:
         """The next token of a decoding sequence, if there is one. The caller holds the lock."""
@@ -342,6 +355,7 @@ class Loop:
             self._die(e)
         finally:
             self._since = None
+            self._switch_interval.set(on=False)
             self._notifier.stop()
 
     def _next(self) -> bool:
@@ -375,7 +389,9 @@ class Loop:
             plan = None if hold else self._scheduler.plan(None if before is None else before.plan)
             edits = self._allocator.take_edits() if plan is not None or before is None else ()
             self._computing = plan is not None or before is not None
-        if not self._runner.overlaps:
+        if self._runner.overlaps:
+            self._switch_interval.set(on=self._computing)  # setting the device to work takes hundreds of turns
+        else:
             self._deliver()  # programs go on while this thread computes
         after = self._in_flight = self._begin(plan, edits, before)
         late_masks = after is not None and before is not None and after.plan.is_constrained
@@ -390,7 +406,7 @@ class Loop:
             self._apply(started)
         followed = self._in_flight is None and self._follow_up()
         self._computing = self._in_flight is not None
-        self._switch_interval.set(in_flight=self._computing or followed)
+        self._switch_interval.set(on=self._computing or followed)  # the device must not wait while programs take tokens
         if self._runner.overlaps and not followed:
             self._deliver(now=self._in_flight is None)
 
@@ -457,6 +473,8 @@ class Loop:
         self._applied = now
         with self.lock:
             self.step_costs.note(plan.batch.rows, alone)
+            if self.kv_cache.tiers is not None and not plan.decode_jobs:
+                self.kv_cache.tiers.computed(plan.batch.rows, alone)
             self._scheduler.took(plan, alone)
             self._scheduler.apply(plan, result, None if self._in_flight is None else self._in_flight.plan)
             returning = 0 if plan.decode_jobs else sum(job.decode is None for job, _ in self._scheduler.outbox)
@@ -508,7 +526,7 @@ class Loop:
     def _ready(self) -> bool:
         """Whether a step can be planned without the programs that have yet to receive their results."""
         self.drain()
-        queued = sum(job.after is None and not job.resting for job in self._queue)
+        queued = sum(job.is_waiting for job in self._queue)
         ready = queued > 0 and self._gathering.is_complete(queued) and not self._suspended
         return bool(self._calls or self._closing or self._lost) or ready
 
@@ -536,7 +554,7 @@ class Loop:
         self._gathering.end()
 
     def _has_work(self) -> bool:
-        return not self._suspended and any(not job.resting for job in self._queue)
+        return not self._suspended and any(not (job.resting or job.waits_for_files) for job in self._queue)
 
     def _rest(self) -> None:
         """While somebody else takes the steps (headway.testing): only calls run on this thread."""

@@ -150,21 +150,21 @@ def memory_share(amount: int | str | None, fraction: float | None, device: AnyDe
         return fraction
     if fraction is not None:
         raise InvalidInput("memory and memory_fraction both say how much memory may be used; give one of them")
-    size, total = _bytes(amount), read_memory(device).total
+    size, total = amount_bytes(amount, "memory"), read_memory(device).total
     if not 0 < size <= total:
         limit = f"more than 0 and at most {format_bytes(total)}, which {device} has"
         raise InvalidInput(f"memory is {format_bytes(size)}; it must be {limit}")
     return size / total
 
 
-def _bytes(amount: int | str) -> int:
-    """Bytes, or text like "2G", "1.5 GiB" or "512 MB"."""
+def amount_bytes(amount: int | str, name: str) -> int:
+    """Bytes, or text like "2G", "1.5 GiB" or "512 MB"; `name` is that of the option."""
     if not isinstance(amount, str):
-        return check_integer(amount, "memory", 1)
+        return check_integer(amount, name, 1)
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(?:i?b)?\s*", amount, re.IGNORECASE | re.ASCII)
     if match is None:
         raise InvalidInput(
-            f"memory is {short_repr(amount)}; it must be a number of bytes, or one with K, M, G or T, such as 2G"
+            f"{name} is {short_repr(amount)}; it must be a number of bytes, or one with K, M, G or T, such as 2G"
         )
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 

@@ -9,7 +9,9 @@ import numpy as np
 from headway.base.dataclass import dataclass
 from headway.base.errors import ValidationFailed
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+# Rows in fp8 have four bits: a sum's last bit may move a number to the next one, and in a few layers such differences
+# grow to about what the rounding itself makes, 0.1 of a layer's largest value.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2, "fp8": 0.25}
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
+from headway.base.text import short_repr
 from headway.server.errors import ApiError, bad_request
 from headway.server.settings import ServerSettings
 
@@ -68,12 +69,16 @@ class ServedAdapters:
         from headway.models.adapters.source import NAME, AdapterSource
 
         if not NAME.fullmatch(name):
-            raise bad_request(f"lora_name is {name!r:.80}; it must be printable characters without spaces", "lora_name")
+            raise bad_request(
+                f"lora_name is {short_repr(name)}; it must be printable characters without spaces", "lora_name"
+            )
         async with self._changing:
             before = self._served.get(name)
             if is_taken or (before is not None and not replace):
                 raise bad_request(
-                    f"the name {name!r:.80} is taken; use another one, or unload it first", "lora_name", "name_taken"
+                    f"the name {short_repr(name)} is taken; use another one, or unload it first",
+                    "lora_name",
+                    "name_taken",
                 )
             count = len(self._served) + others
             if before is None and count >= self._settings.max_loras:
@@ -97,7 +102,9 @@ class ServedAdapters:
             served = self._served.pop(name, None)
             unread = self._unread.pop(name, None)
             if served is None and unread is None:
-                raise ApiError(404, f"there is no adapter {name!r:.80}", param="lora_name", code="adapter_not_found")
+                raise ApiError(
+                    404, f"there is no adapter {short_repr(name)}", param="lora_name", code="adapter_not_found"
+                )
             if served is not None and engine is not None:
                 self._let_go(engine, served)
 
@@ -113,7 +120,8 @@ class ServedAdapters:
             inside = there = False
         if not inside or not there:
             raise bad_request(
-                f"lora_path is {path!r:.200}; it must be a folder or a .gguf file below the server's --lora-dir",
+                f"lora_path is {short_repr(path, 200)}; it must be a folder or a .gguf file below the "
+                "server's --lora-dir",
                 "lora_path",
                 "path_not_allowed",
             )

@@ -13,12 +13,27 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware import Middleware
 
-from headway.server import anthropic, audio, batches, home, logs, ollama, openai, operator_routes, pooling, responses
+from headway.base.system.collector import FullCollections
+from headway.base.system.switch_interval import WHILE_SERVING, SwitchInterval
+from headway.server import (
+    anthropic,
+    audio,
+    batches,
+    home,
+    llama_server,
+    logs,
+    ollama,
+    openai,
+    operator_routes,
+    pooling,
+    responses,
+)
 from headway.server.api.response_schema import COMMON, ERRORS, ErrorResponse, Health, ServerStats, ok
 from headway.server.audio.decoder import AudioDecoder
 from headway.server.batches.files import FileStore
 from headway.server.batches.jobs import BatchStore
 from headway.server.errors import install_handlers
+from headway.server.housekeeping import Housekeeping
 from headway.server.mcp.servers import McpServers
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
@@ -86,6 +101,7 @@ def create_app(
         batches.router,
         anthropic.router,
         ollama.router,
+        llama_server.router,
         pooling.router,
         audio.router,
     )
@@ -123,30 +139,35 @@ class Api(FastAPI):
 async def _lifespan(
     app: FastAPI, serving: Serving, pooling_models: PoolingModels, on_engine_end: Callable[[], None]
 ) -> AsyncIterator[None]:
-    watch = asyncio.create_task(_load_and_watch(serving, pooling_models, on_engine_end))
-    path = serving.settings.session_socket
-    try:
-        serving.programs = await open_programs(serving)
-        async with nullcontext() if path is None else UnixListener(serving, path, app.state.session_listener):
-            yield
-    finally:
-        watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
-        if serving.programs is not None:
-            await serving.programs.close()
-        await app.state.batches.close()
-        await app.state.mcp.close()
-        await serving.sessions.close()
-        await serving.close()
-        await asyncio.to_thread(pooling_models.close)
+    with SwitchInterval(WHILE_SERVING), FullCollections() as collections:
+        housekeeping = Housekeeping(serving, collections)
+        watch = asyncio.create_task(_load_and_watch(serving, pooling_models, housekeeping, on_engine_end))
+        path = serving.settings.session_socket
+        try:
+            serving.programs = await open_programs(serving)
+            async with nullcontext() if path is None else UnixListener(serving, path, app.state.session_listener):
+                yield
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+            if serving.programs is not None:
+                await serving.programs.close()
+            await app.state.batches.close()
+            await app.state.mcp.close()
+            await serving.sessions.close()
+            await serving.close()
+            await asyncio.to_thread(pooling_models.close)
 
 
-async def _load_and_watch(serving: Serving, pooling_models: PoolingModels, on_engine_end: Callable[[], None]) -> None:
+async def _load_and_watch(
+    serving: Serving, pooling_models: PoolingModels, housekeeping: Housekeeping, on_engine_end: Callable[[], None]
+) -> None:
     """Load the models that are kept, then watch all of them until the server ends, or its only engine dies."""
     try:
         await serving.loaders.run(pooling_models.open)
         await serving.start()
+        housekeeping.loaded()
     except asyncio.CancelledError:
         raise
     except BaseException as error:
@@ -160,6 +181,7 @@ async def _load_and_watch(serving: Serving, pooling_models: PoolingModels, on_en
             _log_stuck(serving, model, model in stuck)
         if not serving.models.is_single:
             serving.models.tend(time.monotonic())
+        await housekeeping.tend(time.monotonic())
     logs.log(logs.CRITICAL, "the engine's worker has died")
     on_engine_end()
 
@@ -176,6 +198,11 @@ def _log_stuck(serving: Serving, model: ServedModel, is_stuck: bool) -> None:
 router = APIRouter(responses=COMMON)
 
 
+@router.get(
+    "/v1/health",
+    summary="Whether the server is ready",
+    responses=ok(Health) | {503: {"model": Health | ErrorResponse, "description": "Not ready"}},
+)
 @router.get(
     "/health",
     summary="Whether the server is ready",

@@ -210,7 +210,7 @@ def _invalid(problems: Sequence[Any]) -> ApiError:
     if first["type"] == "unknown_field":
         return _unknown(".".join(filter(None, [where, first["ctx"]["name"]])))
     if first["type"] == "missing":
-        what = f"the field {where!r:.80} is required" if where else "the body is missing; send JSON"
+        what = f"the field {short_repr(where)} is required" if where else "the body is missing; send JSON"
         return bad_request(what, where or None, "missing_field")
     message = str(first["msg"]).removeprefix("Value error, ")
     value = "" if isinstance(first.get("input"), dict | list) else f", got {short_repr(first.get('input'))}"

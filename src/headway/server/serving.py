@@ -59,6 +59,8 @@ class Serving:
         self.traces = None if settings.otel is None else Traces(settings)
         self.sessions = Sessions(self)
         self.programs: Programs | None = None  # uploaded ones, where they are allowed
+        self.body_bytes = 0  # of the bodies of all requests in flight
+        self.last_body_at = 0.0  # when the last one with a body ended, a time.monotonic() value
         self._admitted: dict[AdmittedRequest, None] = {}  # in flight, oldest first
         self._total_load = _QueueLoad()
         self._tenant_loads: dict[str, _QueueLoad] = {}
@@ -241,6 +243,17 @@ class Serving:
                 )
         self._total_load.check(settings.max_queue_requests, settings.max_queue_tokens, tokens, "the server's queue")
         own.check(limits.max_requests, limits.max_tokens, tokens, "this key's share of the queue")
+
+    def let_go_of_body(self, size: int) -> None:
+        """Count the end of a request with a body of this size."""
+        if size:
+            self.body_bytes -= size
+            self.last_body_at = time.monotonic()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way for a client."""
+        return bool(self.cancels) or self.in_flight > 0
 
     @property
     def in_flight(self) -> int:

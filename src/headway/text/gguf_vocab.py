@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
+from headway.base.text import find_all
 from headway.kernels.native.bpe import Bpe, StringTable
+from headway.text.parts import LONGEST, composed, parts_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -181,27 +183,35 @@ class NativeBpe:
         self._ids = {text: id for id, text in self.added.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._longest = max(map(len, self._ids), default=1)
 
     def __len__(self) -> int:
         return len(self._bpe)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """The ids of a text; names of control tokens are plain text unless `special`."""
+    def encode(self, text: str, *, special: bool, whole: Callable[[str], list[int]]) -> list[int]:
+        """The ids of a text; names of control tokens are plain text unless `special`. `whole` encodes a long word."""
         ids: list[int] = []
         begin = 0
-        for match in self._names.finditer(text) if self._names else ():
+        for match in find_all(self._names, text, self._longest) if self._names else ():
             id = self._ids[match[0]]
             if special or id not in self.special.control:
-                ids += [*self._encode(text[begin : match.start()]), id]
+                ids += [*self._encode(text[begin : match.start()], whole), id]
                 begin = match.end()
-        return ids + self._encode(text[begin:])
+        return ids + self._encode(text[begin:], whole)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, whole: Callable[[str], list[int]]) -> list[int]:
         if not text:
             return []
         if self._normalizer is not None:
-            text = self._normalizer.normalize_str(text)
-        return self._bpe.encode([w for w, _ in self._words.pre_tokenize_str(text)], whole=self._pre.ignore_merges)
+            text = composed(text, self._normalizer)
+        ids: list[int] = []
+        for part in parts_of(text, self._words):
+            if len(part) > LONGEST:
+                ids += whole(part)
+            else:
+                words = [word for word, _ in self._words.pre_tokenize_str(part)]
+                ids += self._bpe.encode(words, whole=self._pre.ignore_merges)
+        return ids
 
     def id_to_token(self, id: int) -> str | None:
         return self._bpe[id] if 0 <= id < len(self._bpe) else None

@@ -22,6 +22,7 @@ from headway.base.errors import BadModelFile, InvalidToken, Unsupported, WrongTy
 from headway.base.files import read_json
 from headway.base.text import check_unicode
 from headway.text.gguf_vocab import SPACE, NativeBpe, read_native, read_vocab
+from headway.text.parts import cuts_anywhere, parts_of
 from headway.text.templates.chat_template import gguf_template_sources, template_sources
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ END_MARKERS = (
     "<|call|>",
     "<|END_OF_TURN_TOKEN|>",
 )
-LONG_NATIVE = 1 << 15  # characters that are split into words with the GIL held, for some milliseconds
 LONG = 4096  # characters of a text that is encoded without the GIL, which `tokenizers` releases for batches only
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -145,12 +145,37 @@ class Tokenizer:
         if not isinstance(text, str):
             raise WrongType(f"text is a {type(text).__name__}; it must be a str")
         check_unicode(text)
-        if self._native is not None and len(text) <= LONG_NATIVE:
-            return self._native.encode(text, special=special)
+        if self._native is not None:
+            return self._native.encode(text, special=special, whole=self._encode_whole)
         backend = self.backend if special else self._plain_backend()
         if len(text) <= LONG:
             return backend.encode(text, add_special_tokens=False).ids
-        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids: list[int] = []
+        for part in self._parts(text, special=special):
+            ids += backend.encode_batch_fast([part], add_special_tokens=False)[0].ids
+        return ids
+
+    def _encode_whole(self, text: str) -> list[int]:
+        return self._plain_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _parts(self, text: str, *, special: bool) -> Iterable[str]:
+        """A text in parts with the same tokens, where there are any: the ids of megabytes take long to hand over."""
+        backend = self.backend
+        names = (name for id, name in self._added.items() if special or id not in self.special_ids)
+        if not self._may_cut or backend.pre_tokenizer is None or any(name in text for name in names):
+            return (text,)
+        return parts_of(text, backend.pre_tokenizer)
+
+    @cached_property
+    def _may_cut(self) -> bool:
+        from tokenizers import models
+
+        backend = self.backend
+        return (
+            isinstance(backend.model, models.BPE)
+            and backend.normalizer is None
+            and cuts_anywhere(backend.pre_tokenizer)
+        )
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; with `skip_special`, without special tokens."""

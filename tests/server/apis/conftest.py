@@ -38,7 +38,10 @@ class McpScene:
         servers["local"]["credentials"] = {"bob": {"env": {"SECRET": "bob's"}}}
         servers["web"]["credentials"] = {"ada": {"headers": {"Authorization": "Bearer ada"}}}
         for how in ("list-hang", "call-hang", "call-endless"):
-            servers[f"slow-{how}"] = {"url": f"{hostile_url}/{how}", "timeout": 1}
+            servers[f"slow-{how}"] = {
+                "url": f"{hostile_url}/{how}",
+                "timeout": 3,
+            }  # what comes first takes its time too
         self.file.write_text(json.dumps({"servers": servers, "hosts": ["127.0.0.1", "tools.example"]}))
 
 

@@ -131,7 +131,7 @@ def test_more_host_tricks(served: Live) -> None:
 
 def test_a_client_that_writes_slowly_is_given_up(served: Live) -> None:
     """A byte at a time: the head has its time, and then the body."""
-    whole = written(C, LONG, "X-Filler: " + "a" * 400)
+    whole = written(C, LONG | {"user": "a" * 400}, "X-Filler: " + "a" * 400)
     for start in (0, whole.index(b"\r\n\r\n") + 4):
         with connection(served) as one:
             one.sendall(whole[:start])

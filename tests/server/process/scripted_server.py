@@ -32,26 +32,29 @@ router = APIRouter()
 
 
 class SlowRunner(ScriptedRunner):
-    """Takes `step_seconds` for every step, and dies of one prompt."""
+    """Takes `step_seconds` for every step, which ends once the file `held_by` is gone; and dies of one prompt."""
 
-    def __init__(self, step_seconds: float) -> None:
+    def __init__(self, step_seconds: float, held_by: Path | None) -> None:
         super().__init__(V, 16)
-        self.step_seconds = step_seconds
+        self.step_seconds, self.held_by = step_seconds, held_by
 
     def execute(self, batch: Batch) -> list[SegmentResult]:
         if (batch.tokens == DEADLY).sum() >= MANY:
             raise SystemExit("the device is gone")
         if len(batch.tokens):
             time.sleep(self.step_seconds)
+            while self.held_by is not None and self.held_by.exists():
+                time.sleep(0.01)
         return super().execute(batch)
 
 
-def open_engine(step_seconds: float, pages: int, load_until: str | None) -> hw.Engine:
+def open_engine(step_seconds: float, pages: int, load_until: str | None, held_by: str | None) -> hw.Engine:
     while load_until is not None and not Path(load_until).exists():
         time.sleep(0.02)
     size: dict[str, Any] = {"layers": 1, "hidden_size": 2, "heads": 1, "kv_heads": 1, "head_dim": 2}
     model = random_model(vocab_size=V, max_positions=1 << 20, intermediate_size=1, **size)
-    return hw.Engine(model, runner=SlowRunner(step_seconds), pages=pages, threads=1)
+    runner = SlowRunner(step_seconds, None if held_by is None else Path(held_by))
+    return hw.Engine(model, runner=runner, pages=pages, threads=1)
 
 
 @router.post("/tokens", response_model=None)
@@ -106,7 +109,7 @@ def main() -> int:
     for name in {"key_file", "ssl_certfile", "ssl_keyfile", "unix_socket", "session_socket"} & set(options):
         options[name] = Path(options[name])
     settings = ServerSettings(**{"port": 0, "log_json": True, "model": "scripted", **options})
-    how = {"step_seconds": 0.0, "pages": 64, "load_until": None} | given.get("engine", {})
+    how = {"step_seconds": 0.0, "pages": 64, "load_until": None, "held_by": None} | given.get("engine", {})
     return serve(settings, lambda: open_engine(**how), [router])
 
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -20,6 +20,7 @@ import pytest
 from server_process import PATIENCE, QUIET, command
 
 from headway.server import logs
+from support.eventually import eventually
 
 SMALL_PIPE = 4096  # bytes, the smallest there is
 
@@ -37,54 +38,55 @@ def served(settings: dict[str, Any], stdout: int | IO[Any]) -> Iterator[subproce
         process.communicate()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of the server: a Unix socket, for the log that would tell its port is not read."""
+    with tempfile.TemporaryDirectory(prefix="headway-") as folder:
+        yield f"{folder}/socket"
 
 
-def status(port: int, path: str = "/health", timeout: float = PATIENCE) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+def status(address: str, path: str = "/health") -> int:
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
     try:
+        connection.sock.settimeout(PATIENCE)
+        connection.sock.connect(address)
         connection.request("GET", path)
         return connection.getresponse().status
     finally:
         connection.close()
 
 
-def until_ready(port: int, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and process.poll() is None:
+def until_ready(address: str, process: subprocess.Popen[str]) -> None:
+    def is_ready() -> bool:
+        assert process.poll() is None, "the server ended"
         try:
-            if status(port) == 200:
-                return
+            return status(address) == 200
         except OSError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("the server did not get ready")
+            return False
+
+    eventually(is_ready)
 
 
-def test_a_pipe_that_nobody_reads_stops_neither_requests_nor_the_end() -> None:
+def test_a_pipe_that_nobody_reads_stops_neither_requests_nor_the_end(address: str) -> None:
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, SMALL_PIPE)
-    port = free_port()
-    with served({"port": port}, write) as process:
+    with served({"unix_socket": address}, write) as process:
         os.close(write)
-        until_ready(port, process)
+        until_ready(address, process)
         for _ in range(40):  # lines of more than a hundred bytes each
-            assert status(port, "/nothing", timeout=60) == 404
-        assert status(port, timeout=60) == 200
+            assert status(address, "/nothing") == 404
+        assert status(address) == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
     os.close(read)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk without space")
-def test_a_full_disk_prints_no_tracebacks() -> None:
-    port = free_port()
-    with open("/dev/full", "w") as full, served({"port": port}, full) as process:
-        until_ready(port, process)
-        assert status(port, "/nothing") == 404
+def test_a_full_disk_prints_no_tracebacks(address: str) -> None:
+    with open("/dev/full", "w") as full, served({"unix_socket": address}, full) as process:
+        until_ready(address, process)
+        assert status(address, "/nothing") == 404
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (0, "")

@@ -145,6 +145,10 @@ def test_requests_and_tokens_are_counted(server: Server) -> None:
     before = figures(server)
     for stream in (True, False):
         assert server.tokens(list(range(20)), 7, stream=stream).status == 200
+    answers = 'method="POST",model="scripted",route="/tokens",status="200"'
+    responses = f"headway_http_responses_total{{{answers}}}"
+    wanted = before.get(responses, 0.0) + 2  # a response counts once it is sent, which its client may see first
+    server.until(lambda: figures(server).get(responses, 0.0) >= wanted)
     after = figures(server)
 
     def added(name: str, labels: str = 'model="scripted"') -> float:
@@ -157,7 +161,6 @@ def test_requests_and_tokens_are_counted(server: Server) -> None:
     assert added("headway_request_seconds_count") == 2
     assert added("headway_requests_finished_total", 'model="scripted",reason="length"') == 2
     assert added("headway_request_generated_tokens_sum") == 14
-    answers = 'method="POST",model="scripted",route="/tokens",status="200"'
     assert added("headway_http_responses_total", answers) == 2
     assert added("headway_computed_tokens_total") > 0
     assert after['headway_requests_running{model="scripted"}'] == 0
@@ -168,9 +171,12 @@ def test_requests_and_tokens_are_counted(server: Server) -> None:
 def test_what_clients_write_makes_no_new_names(server: Server) -> None:
     for i in range(5):
         server.ask(f"M{i}", f"/nothing/{i}")
-    names = [name for name in figures(server) if name.startswith("headway_http_responses_total")]
-    assert not [name for name in names if "nothing" in name or "M1" in name]
-    assert any('method="other",model="scripted",route="other"' in name for name in names)
+
+    def names() -> list[str]:
+        return [name for name in figures(server) if name.startswith("headway_http_responses_total")]
+
+    server.until(lambda: any('method="other",model="scripted",route="other"' in name for name in names()))
+    assert not [name for name in names() if "nothing" in name or "M1" in name]
 
 
 def test_vllms_dashboards_find_their_names(other: Server) -> None:
@@ -391,9 +397,13 @@ def test_rejected_requests_count_under_their_own_route(start: Callable[..., Serv
     assert server.ask("POST", "/v1/completions", {}).status == 401
     assert server.ask("POST", "/v1/completions", {}, mine).status == 400
     assert server.ask("POST", "/v1/completions", {}, mine).status == 429
-    text = server.get("/metrics", mine).body.decode()
+
+    def is_counted(status: str) -> bool:
+        line = rf'headway_http_responses_total{{.*route="/v1/completions",status="{status}"}} 1\.0'
+        return re.search(line, server.get("/metrics", mine).body.decode()) is not None
+
     for status in ("401", "429"):
-        assert re.search(rf'headway_http_responses_total{{.*route="/v1/completions",status="{status}"}} 1\.0', text)
+        server.until(lambda status=status: is_counted(status))
 
 
 def test_top_without_a_key_says_so(

@@ -99,16 +99,24 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded() -> None:
 
 
 @pytest.fixture(scope="module")
-def small(start: Callable[..., Server]) -> Server:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists no step of `small` ends."""
+    return tmp_path_factory.mktemp("held") / "held"
+
+
+@pytest.fixture(scope="module")
+def small(start: Callable[..., Server], held: Path) -> Server:
     limits = {"max_queue_requests": 3, "max_queue_tokens": 1000}
-    return start(limits, step_seconds=0.006, pages=128).ready()
+    return start(limits, pages=128, held_by=str(held)).ready()
 
 
-def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: Any) -> None:
+def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, held: Path, later: Any) -> None:
     right = alone(PROMPT, 100)
+    held.touch()
     pending = [later(small.tokens, PROMPT, 100) for _ in range(3)]
     in_flight(small, 3)
     refused = small.tokens(PROMPT, 1)
+    held.unlink()
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert refused.headers["retry-after"] == "1"
     assert "3 of 3 requests" in refused.error["message"]
@@ -117,13 +125,17 @@ def test_a_queue_full_of_requests_says_when_to_come_back(small: Server, later: A
     small.until(small.is_quiet)
 
 
-def test_a_queue_full_of_tokens_says_when_to_come_back(small: Server, later: Any) -> None:
+def test_a_queue_full_of_tokens_says_when_to_come_back(small: Server, held: Path, later: Any) -> None:
+    held.touch()
     pending = later(small.tokens, PROMPT, 250)
     in_flight(small, 1)
     refused = small.tokens(PROMPT, 750)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     assert "1000" in refused.error["message"]
-    assert small.tokens(PROMPT, 10).status == 200
+    fits = later(small.tokens, PROMPT, 10)
+    in_flight(small, 2)
+    held.unlink()
+    assert fits.result().status == 200
     assert pending.result().status == 200
 
 
@@ -154,16 +166,18 @@ def test_a_request_that_takes_too_long_is_ended_and_says_so(start: Callable[...,
     ("number", "stream"), [(signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)]
 )
 def test_a_signal_lets_what_is_under_way_finish(
-    start: Callable[..., Server], later: Any, number: int, stream: bool
+    start: Callable[..., Server], later: Any, tmp_path: Path, number: int, stream: bool
 ) -> None:
-    right = alone(PROMPT, 100)
-    server = start(step_seconds=0.02).ready()
+    right, held = alone(PROMPT, 100), tmp_path / "held"
+    server = start(held_by=str(held)).ready()
+    held.touch()
     pending = later(server.tokens, PROMPT, 100, stream=stream)
     in_flight(server, 1)
     server.signal(number)
     server.until(lambda: server.logged("draining"))
     assert server.get("/health").json == {"status": "draining"}
     refused = server.tokens(PROMPT, 1)
+    held.unlink()
     assert (refused.status, refused.error["code"]) == (503, "draining")
     events = "".join(f"data: {token}\n\n" for token in right) + "data: [DONE]\n\n"
     assert pending.result().body.decode() == events if stream else pending.result().json["tokens"] == right

@@ -244,24 +244,21 @@ def test_bodies_are_in_traces_only_where_the_operator_says_so(tmp_path: Path, li
 # -- collectors that are away ------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def test_a_collector_that_is_away_harms_nobody(tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, the same tokens, a queue that is bounded; when it comes, it gets what comes then."""
     monkeypatch.setattr(telemetry, "MAX_QUEUED_SPANS", 16)
     monkeypatch.setattr(telemetry, "MAX_BATCH", 8)
     monkeypatch.setattr(telemetry, "DELAY_MS", 50)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    port = free_port()
+    away = socket.socket()  # bound, so that the port is nobody else's until the collector comes
+    away.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    away.bind(("127.0.0.1", 0))
+    port = away.getsockname()[1]
 
     def said(message: str) -> list:
         return [one for one in lines.seen if one["message"].startswith(message) and str(port) in str(one)]
 
-    with live(small_engine(tmp_path / "model"), otel=f"http://127.0.0.1:{port}") as server:
+    with away, live(small_engine(tmp_path / "model"), otel=f"http://127.0.0.1:{port}") as server:
         faces, right = Faces(server, lines, None), tokens_of(server)  # type: ignore[arg-type]
         server.until(lambda: said("traces cannot be sent"))
         for _ in range(20):

@@ -111,6 +111,23 @@ TensorParallel = Annotated[
 ]
 
 
+CacheHost = Annotated[
+    str | None,
+    engine_flag(
+        "--cache-host",
+        metavar="AMOUNT",
+        help="Host memory for pages that leave the prefix cache, e.g. 8G; they come back by copy.",
+    ),
+]
+CacheFolder = Annotated[
+    str | None,
+    engine_flag("--cache-folder", metavar="FOLDER", help="A folder of yours for pages that leave host memory."),
+]
+CacheFolderSize = Annotated[
+    str | None, engine_flag("--cache-folder-size", metavar="AMOUNT", help="How large that folder may be; 16G.")
+]
+
+
 def _be_quiet(value: bool) -> bool:
     from headway.cli.terminal.render import be_quiet
 
@@ -231,6 +248,9 @@ class ComputeOptions:
     kv_dtype: KvDtype = "auto"
     memory: Memory = None
     tensor_parallel: TensorParallel = 1
+    cache_host: CacheHost = None
+    cache_folder: CacheFolder = None
+    cache_folder_size: CacheFolderSize = None
 
     def __post_init__(self) -> None:
         check_fraction(self.memory_fraction, "--memory-fraction")  # before the model is fetched
@@ -242,13 +262,18 @@ class ComputeOptions:
         return {name: value for name, value in values.items() if value is not None}
 
 
+NO_TIERS: dict[str, None] = dict.fromkeys(("cache_host", "cache_folder", "cache_folder_size"))
+
+
 @dataclass(frozen=True)
 class EngineOptions(ComputeOptions, ModelOption):
     """Which model to run, and how."""
 
     def of_drafter(self, model: str) -> EngineOptions:
         """A draft model's: on the same device, as its file has it."""
-        return replace(self, model=model, quantize=None, memory_fraction=None, memory=None, tensor_parallel=1)
+        return replace(
+            self, model=model, quantize=None, memory_fraction=None, memory=None, tensor_parallel=1, **NO_TIERS
+        )
 
 
 @dataclass(frozen=True)

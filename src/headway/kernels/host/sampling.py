@@ -22,9 +22,8 @@ import numpy as np
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, InvalidMask, InvalidToken
-from headway.base.specs.samplers import Sampling
+from headway.base.specs.samplers import NO_TOKEN, Sampling
 
-NO_TOKEN = -1  # what `sample` gives for a row with NaN in it
 GUESSES = (256, 4096)  # how many of the best a filter ranks before it ranks all tokens
 
 

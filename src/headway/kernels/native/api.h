@@ -11,7 +11,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 12
+#define HW_VERSION 13
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2, HW_SCALE_E8 = 3 };
@@ -41,7 +41,8 @@ typedef struct {
 } hw_norm;
 
 // A layer: what it has not is null, or a matrix with n = 0. With a router its feed-forward is experts, whose matrices have
-// the rows of one expert after the other, each padded to whole blocks of 16; `gate`, `up` and `down` are then not there.
+// the rows of one expert after the other, each padded to whole blocks of 16; `gate`, `up` and `down` are then not there,
+// or there are both. Without `k` it has no keys and values of its own; without `v` alone values are keys before their norm.
 // The matrices of heads, `key_up` and `value_up`, lie the same way. A recurrent layer has `mix_…` in place of attention.
 typedef struct {
   hw_matrix q, k, v, o, gate, up, down;
@@ -49,6 +50,8 @@ typedef struct {
   hw_matrix q_down, q_up, kv_down, key_up, value_up;  // of latent attention: key_up [heads, latent, key_dim], value_up [heads, value_dim, latent]
   hw_matrix attention_gate;                           // [heads * head_dim, hidden]
   hw_matrix mix_in, mix_qkv, mix_beta, mix_step, mix_gate, mix_out;
+  hw_matrix input_gate, input_out;                                               // [token_size, hidden], [hidden, token_size]
+  hw_matrix laurel_down, laurel_up, altup_router, altup_predict, altup_correct;  // of a layer of `streams` residuals side by side
   hw_norm norm_in, norm_mlp;             // before attention and feed-forward
   hw_norm post_attention, post_mlp;      // of what they add to the residual
   const float* q_norm;  // as qk_norm says, or null
@@ -63,13 +66,26 @@ typedef struct {
   const float* rate;               // [mix_heads], negative
   const float* skip;               // [mix_heads]
   const float* mix_norm;           // [mix_value_dim], or of HW_MAMBA2 [mix_heads * mix_value_dim] or null
+  const float* post_input_norm;    // [hidden] of what the layer takes of the token
+  const float* layer_scale;        // [1] of its whole output, or null
+  const float* laurel_norm;        // [hidden]
+  const float* altup_norm;         // [hidden]
+  const float* altup_scale;        // [hidden] of the active stream where the layer takes something of the token, or null
+  const float* dense_norm;         // [hidden] of a feed-forward that has experts beside it; these three too:
+  const float* expert_in_norm;
+  const float* expert_out_norm;
+  const float* router_scale;
+  const float* expert_scale;       // [experts]
   int32_t mask_set;     // index of the layer's mask set in hw_step
   int32_t rope_set;     // index of its rotation, -1 if it has none
-  int32_t kv_layer;     // where its keys and values are in the KV cache
+  int32_t kv_heads, head_dim;  // of its keys and values
+  int64_t kv_before;    // numbers of a slot in the KV cache before the keys that it attends to
   int32_t state_layer;  // where its recurrent state is in a place, if it has `mix_out`
+  int32_t sparse;       // whether gates below their mean plus `cut` standard deviations are 0
+  float cut;
 } hw_layer;
 
-// A model: sizes, then what its layers compute. A scale of 1 and a cap, clip or clamp of 0 change nothing.
+// A model: sizes (the largest of any layer), then what its layers compute. A scale of 1 and a cap, clip or clamp of 0 change nothing.
 typedef struct {
   int32_t layers, hidden, inner, heads, kv_heads, head_dim, vocab, rope_half, rope_sets, page_size;
   int32_t norm, activation, qk_norm;        // HW_NORM_..., HW_SILU ..., HW_QK_...
@@ -82,6 +98,9 @@ typedef struct {
   int32_t gated_attention;                  // whether heads are multiplied by the sigmoid of a gate
   int32_t recurrence;                       // HW_NO_RECURRENCE …
   int32_t taps, mix_heads, mix_groups, mix_key_dim, mix_value_dim;  // of recurrent layers; a group of heads shares its keys
+  int32_t norm_values;                      // whether values are normed, without weights
+  int32_t token_size;                       // numbers that a layer takes of the token itself
+  int32_t streams, active;                  // residuals side by side, if not 0, and the one that layers compute
   int32_t cycled, gate_first;               // whether heads of a group are not neighbors; whether outputs are gated and then normed
   float eps, scale;
   float attention_cap, qkv_clip, residual_scale, embedding_scale, logit_scale, logit_cap;
@@ -89,14 +108,19 @@ typedef struct {
   float route_scale, latent_eps;
   float temperature_floor, temperature_scale;  // in layers without a rope queries grow with their position, if the floor is not 0
   float step_least, step_most;              // of time steps
+  float hidden_root, hidden_inverse, token_root;  // 1 / sqrt(hidden), 1 / hidden, sqrt(token_size)
   const float* inv_freq;    // [rope_sets, rope_half]
   const float* rope_scales; // [rope_sets]
+  const int32_t* rope_halves; // [rope_sets] how many of rope_half each has
   const float* positions;   // [.., hidden] learned ones, or null
   hw_norm final_norm;
   const hw_layer* layer;
   hw_matrix embedding, output;
-  void* kv;                 // KV cache [layers, 2, pages, …]: keys [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim];
-                            // with latent attention [layers, pages, page_size, head_dim]
+  hw_matrix token_inputs, input_projection;  // [.., layers * token_size], [layers * token_size, hidden]
+  const float* input_projection_norm;        // [token_size]
+  hw_matrix altup_spread, altup_gather;      // [streams - 1, hidden, hidden], as those of experts lie
+  void* kv;                 // KV cache, layer by layer [2, pages, …]: keys [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim];
+                            // with latent attention [pages, page_size, head_dim]
   int64_t kv_pages;
   int32_t kv_kind;          // HW_F32, HW_F16 or HW_BF16
   float* states;            // recurrent state [places, state_layers, state_numbers]: that of the convolution [channels, taps - 1], then of heads
@@ -140,7 +164,7 @@ typedef struct {
   float* hidden_out;             // [hidden_count, hidden]
   const int32_t* query_layers;   // [query_count] copies the rotated query of this layer and row, times scale
   const int32_t* query_rows;
-  float* query_out;              // [query_count, heads * head_dim]
+  float* query_out;              // [query_count, heads, head_dim], the model's: a layer may have less
   float* out;                    // [rows, hidden] the residual after the last layer
   double* phases;                // [HW_PHASES] elapsed seconds are added here, or null
   const int32_t* read_rows;      // [reads] rows to compute logits and the argmax token for

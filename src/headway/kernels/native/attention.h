@@ -72,9 +72,10 @@ struct Scratch {
   std::vector<int> active;                 // the chunk's units that a query attends to
   std::vector<uint8_t> whole;              // whether all queries attend to all of its slots
   std::vector<const uint16_t*> mask_bits;  // per query
-  size_t wide = 0;                         // floats of a padded head
+  size_t wide = 0;                         // floats of a padded head of the layer
+  void take(int dim) { wide = up(dim, LANES); }
   void fit(int queries_, int dim) {
-    wide = up(dim, LANES);
+    take(dim);
     active.reserve(CHUNK / LANES);
     whole.reserve(CHUNK / LANES);
     keys.fit(PAIRED * wide * LANES);
@@ -102,7 +103,7 @@ struct UnitKeys {
 inline UnitKeys slot_keys(const KvCache& kv, const Unit& unit, float* copy) {
   const int dims = (int)up(kv.dim, 2);
   for (int s = 0; s < LANES; s++) {
-    const void* row = unit.present >> s & 1 ? kv.value(unit.offset[s], 0) : nullptr;
+    const void* row = unit.present >> s & 1 ? kv.value(unit, s, 0) : nullptr;
     for (int d = 0; d < dims; d++) copy[d * LANES + s] = row && d < kv.dim ? read_number(kv.kind, row, d) : 0.0f;
   }
   return {copy, LANES, dims, HW_F32};
@@ -113,7 +114,7 @@ inline UnitKeys slot_keys(const KvCache& kv, const Unit& unit, float* copy) {
 inline UnitKeys unit_keys(const KvCache& kv, const Unit& unit, int head, int queries, float* copy) {
   if (kv.by_slot) return slot_keys(kv, unit, copy);
   const bool adjacent = kv.page % LANES == 0 && kv.dim % 2 == 0;
-  const void* first = adjacent ? kv.key(unit.offset[0], head) : nullptr;
+  const void* first = adjacent ? kv.key(unit, 0, head) : nullptr;
   if (adjacent && (kv.kind == HW_F32 || queries <= SCORED)) return {first, (size_t)kv.page, kv.dim, kv.kind};
   if (adjacent) {
     widen(kv.kind, first, (size_t)kv.page, kv.dim, copy);
@@ -122,7 +123,7 @@ inline UnitKeys unit_keys(const KvCache& kv, const Unit& unit, int head, int que
   std::fill(copy, copy + (size_t)up(kv.dim, LANES) * LANES, 0.0f);
   for (int s = 0; s < LANES; s++)
     if (unit.present >> s & 1)
-      for (int d = 0; d < kv.dim; d++) copy[d * LANES + s] = read_number(kv.kind, kv.key(unit.offset[s], head), (size_t)d * kv.page);
+      for (int d = 0; d < kv.dim; d++) copy[d * LANES + s] = read_number(kv.kind, kv.key(unit, s, head), (size_t)d * kv.page);
   return {copy, LANES, (int)up(kv.dim, 2), HW_F32};
 }
 
@@ -185,14 +186,14 @@ struct BlockValues {
     const size_t wide = scratch_.wide;
     if (widen_ && kv_.page % LANES == 0) {  // its slots are adjacent
       float* copy = scratch_.values.at + place * LANES * wide;
-      widen(kv_.kind, kv_.value(unit.offset[0], head), LANES, kv_.dim, copy);
+      widen(kv_.kind, kv_.value(unit, 0, head), LANES, kv_.dim, copy);
       for (int s = 0; s < LANES; s++) row[place * LANES + s] = copy + s * wide;
       return;
     }
     for (int s = 0; s < LANES; s++) {
       const bool present = unit.present >> s & 1;
       const void*& to = row[place * LANES + s];
-      to = present ? kv_.value(unit.offset[s], head) : scratch_.zeros.at;
+      to = present ? kv_.value(unit, s, head) : scratch_.zeros.at;
       if (!present || (whole_ && !widen_)) continue;
       float* copy = scratch_.values.at + (place * LANES + s) * wide;
       if (widen_) widen(kv_.kind, to, LANES, kv_.dim / LANES, copy);
@@ -211,7 +212,7 @@ struct BlockValues {
 inline void prefetch_values(const KvCache& kv, const Unit& unit, int head) {
   for (int s = 0; s < LANES; s++)
     if (unit.present >> s & 1)
-      for (int at = 0; at < kv.dim * kv.width(); at += 64) __builtin_prefetch((const char*)kv.value(unit.offset[s], head) + at);
+      for (int at = 0; at < kv.dim * kv.width(); at += 64) __builtin_prefetch((const char*)kv.value(unit, s, head) + at);
 }
 
 // Slots of a block that queries attend to.

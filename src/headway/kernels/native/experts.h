@@ -9,7 +9,7 @@ namespace HW_NS {
 
 // The experts of all rows, and the rows by expert: a row has one place for each expert it goes to.
 struct Routing {
-  std::vector<int> chosen, place;  // [rows, per_token]
+  std::vector<int> chosen, place;  // [rows, per_token]; a group's best are put there first, which may be more
   std::vector<float> weights;      // [rows, per_token]
   std::vector<int> first;          // [experts + 1] the first place of each expert
   std::vector<int> row, entry;     // [rows * per_token] of each place: its row, and its index in `chosen`
@@ -18,7 +18,7 @@ struct Routing {
 
   void fit(int rows, const hw_model& m) {
     const size_t all = (size_t)rows * m.per_token;
-    chosen.resize(all), place.resize(all), weights.resize(all), row.resize(all), entry.resize(all);
+    chosen.resize(all + m.route_best), place.resize(all), weights.resize(all), row.resize(all), entry.resize(all);
     first.resize(m.experts + 2);
     scores.resize(m.experts), ranked.resize(m.experts), groups.resize(m.route_groups), kept.resize(m.route_groups);
   }

@@ -98,8 +98,8 @@ struct LatentAttention {
       rotate_into(down + m.latent, angles, m.rotated / 2, m.paired, 1.0f, slot);
       rms_norm(down, w.kv_down_norm, m.latent, m.latent_eps, slot + m.rotated);
       if (f.step.write_slots[r] < 0) continue;
-      const size_t first = (size_t)w.kv_layer * m.kv_pages * m.page_size;
-      f.write_numbers(slot, (first + f.step.write_slots[r]) * m.head_dim, 1);
+      const size_t first = (size_t)w.kv_before * m.kv_pages * m.page_size;
+      f.write_numbers(slot, m.head_dim, first + (size_t)f.step.write_slots[r] * m.head_dim, 1);
     }
   }
 

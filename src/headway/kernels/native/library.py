@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 12
+VERSION = 13
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {
@@ -71,11 +71,18 @@ class LayerStruct(Structure):
         *((name, MatrixStruct) for name in ("shared_gate", "shared_up", "shared_down", "shared_router")),
         *((name, MatrixStruct) for name in ("q_down", "q_up", "kv_down", "key_up", "value_up", "attention_gate")),
         *((name, MatrixStruct) for name in ("mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate", "mix_out")),
+        *((name, MatrixStruct) for name in ("input_gate", "input_out", "laurel_down", "laurel_up")),
+        *((name, MatrixStruct) for name in ("altup_router", "altup_predict", "altup_correct")),
         *((name, NormStruct) for name in ("norm_in", "norm_mlp", "post_attention", "post_mlp")),
         *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks", "q_down_norm", "kv_down_norm")),
         *((name, c_void_p) for name in ("router_correction", "conv", "conv_bias", "step_bias", "rate", "skip")),
-        ("mix_norm", c_void_p),
-        *((name, c_int32) for name in ("mask_set", "rope_set", "kv_layer", "state_layer")),
+        *((name, c_void_p) for name in ("mix_norm", "post_input_norm", "layer_scale", "laurel_norm", "altup_norm")),
+        *((name, c_void_p) for name in ("altup_scale", "dense_norm", "expert_in_norm", "expert_out_norm")),
+        *((name, c_void_p) for name in ("router_scale", "expert_scale")),
+        *((name, c_int32) for name in ("mask_set", "rope_set", "kv_heads", "head_dim")),
+        ("kv_before", c_int64),
+        *((name, c_int32) for name in ("state_layer", "sparse")),
+        ("cut", c_float),
     )
 
 
@@ -90,16 +97,22 @@ class ModelStruct(Structure):
         *((name, c_int32) for name in ("route_groups", "route_kept", "route_best", "route_sigmoid", "weighted_inputs")),
         *((name, c_int32) for name in ("latent", "rotated", "key_dim", "value_dim", "query_latent", "paired")),
         *((name, c_int32) for name in ("gated_attention", "recurrence", "taps", "mix_heads", "mix_groups")),
-        *((name, c_int32) for name in ("mix_key_dim", "mix_value_dim", "cycled", "gate_first")),
+        *((name, c_int32) for name in ("mix_key_dim", "mix_value_dim", "norm_values", "token_size", "streams")),
+        *((name, c_int32) for name in ("active", "cycled", "gate_first")),
         *((name, c_float) for name in ("eps", "scale", "attention_cap", "qkv_clip", "residual_scale")),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_cap", "clamp", "alpha")),
         *((name, c_float) for name in ("route_scale", "latent_eps", "temperature_floor", "temperature_scale")),
-        *((name, c_float) for name in ("step_least", "step_most")),
-        *((name, c_void_p) for name in ("inv_freq", "rope_scales", "positions")),
+        *((name, c_float) for name in ("step_least", "step_most", "hidden_root", "hidden_inverse", "token_root")),
+        *((name, c_void_p) for name in ("inv_freq", "rope_scales", "rope_halves", "positions")),
         ("final_norm", NormStruct),
         ("layer", POINTER(LayerStruct)),
         ("embedding", MatrixStruct),
         ("output", MatrixStruct),
+        ("token_inputs", MatrixStruct),
+        ("input_projection", MatrixStruct),
+        ("input_projection_norm", c_void_p),
+        ("altup_spread", MatrixStruct),
+        ("altup_gather", MatrixStruct),
         ("kv", c_void_p),
         ("kv_pages", c_int64),
         ("kv_kind", c_int32),

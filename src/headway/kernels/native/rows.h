@@ -10,7 +10,7 @@ inline void pad(float* x, int from, size_t to) {
   for (size_t i = from; i < to; i++) x[i] = 0;
 }
 
-inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+inline float mean_square(const float* x, int n) {
   vf square = vf_zero();
   int i = 0;
   for (; i + LANES <= n; i += LANES) {
@@ -19,14 +19,25 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, floa
   }
   float sum = vf_sum(square);
   for (; i < n; i++) sum += x[i] * x[i];
-  float factor = 1.0f / std::sqrt(sum / n + eps);
-  for (i = 0; i + LANES <= n; i += LANES)
+  return sum / n;
+}
+
+// What a row is multiplied by to have a mean square of 1.
+inline float rms_factor(const float* x, int n, float eps) { return 1.0f / std::sqrt(mean_square(x, n) + eps); }
+
+inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+  const float factor = rms_factor(x, n, eps);
+  int i = 0;
+  for (; i + LANES <= n; i += LANES)
     vf_store(out + i, vf_mul(vf_load(weight + i), vf_mul(vf_load(x + i), vf_set1(factor))));
   for (; i < n; i++) out[i] = weight[i] * (x[i] * factor);
 }
 
-// x minus its mean, scaled to unit variance, times weight, plus bias if there is one.
-inline void layer_norm(const float* x, const hw_norm& w, int n, float eps, float* out) {
+struct Moments {
+  float mean, variance;
+};
+
+inline Moments moments(const float* x, int n) {
   vf total = vf_zero(), square = vf_zero();
   int i = 0;
   for (; i + LANES <= n; i += LANES) total = vf_add(total, vf_load(x + i));
@@ -39,8 +50,25 @@ inline void layer_norm(const float* x, const hw_norm& w, int n, float eps, float
   }
   float squares = vf_sum(square);
   for (; i < n; i++) squares += (x[i] - mean) * (x[i] - mean);
-  const float factor = 1.0f / std::sqrt(squares / n + eps);
-  for (i = 0; i < n; i++) out[i] = w.weight[i] * ((x[i] - mean) * factor);
+  return {mean, squares / n};
+}
+
+// What is above the mean by `cut` standard deviations, and 0 for the rest.
+inline void cut_off(float* x, int n, float cut) {
+  const Moments m = moments(x, n);
+  const float least = m.mean + std::sqrt(m.variance) * cut;
+  for (int i = 0; i < n; i++) {
+    const float above = x[i] - least;
+    x[i] = above < 0.0f ? 0.0f : above;
+  }
+}
+
+// x minus its mean, scaled to unit variance, times weight, plus bias if there is one.
+inline void layer_norm(const float* x, const hw_norm& w, int n, float eps, float* out) {
+  const Moments m = moments(x, n);
+  const float mean = m.mean, factor = 1.0f / std::sqrt(m.variance + eps);
+  int i = 0;
+  for (; i < n; i++) out[i] = w.weight[i] * ((x[i] - mean) * factor);
   for (i = 0; w.bias && i < n; i++) out[i] += w.bias[i];
 }
 

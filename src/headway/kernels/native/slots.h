@@ -12,7 +12,8 @@ constexpr int CHUNK = 128;  // slots whose scores are held at a time
 struct Unit {
   int32_t slot;         // first slot in the sequence, a multiple of 16
   uint16_t present;     // bit i: slot i is in a page of the segment
-  int64_t offset[LANES]; // of each slot in the KV cache, for the first head
+  int32_t page[LANES];  // of each slot: its physical page
+  int32_t at[LANES];    // and its place there
 };
 
 // One segment's slots in units, and which of them each row attends to.
@@ -43,12 +44,11 @@ struct KvCache {
   const float* sinks;  // [heads], or null
   bool by_slot;        // keys lie as values do and are the values: [pages, page, head_dim], of one key head
   int width() const { return kind == HW_F32 ? 4 : 2; }  // bytes of a number
-  const void* value(int64_t offset, int head) const { return values + (offset + (int64_t)head * page) * dim * width(); }
+  // Where a page has a head's slots.
+  int64_t first(const Unit& unit, int lane, int head) const { return ((int64_t)unit.page[lane] * kv_heads + head) * page; }
+  const void* value(const Unit& unit, int lane, int head) const { return values + (first(unit, lane, head) + unit.at[lane]) * dim * width(); }
   // The first number of a slot's key; the others follow with a stride of `page`.
-  const void* key(int64_t offset, int head) const {
-    const int64_t at = offset % page;
-    return keys + ((offset - at + (int64_t)head * page) * dim + at) * width();
-  }
+  const void* key(const Unit& unit, int lane, int head) const { return keys + (first(unit, lane, head) * dim + unit.at[lane]) * width(); }
 };
 
 inline float read_number(int kind, const void* p, size_t at) {
@@ -65,7 +65,7 @@ inline void widen(int kind, const void* from, size_t apart, int count, float* to
     for (int n = 0; n < count; n++) vf_store(to + n * LANES, load_float<HW_BF16>(from, n * apart));
 }
 
-inline void make_layout(const hw_step& step, int segment, int page_size, int kv_heads, Layout& out) {
+inline void make_layout(const hw_step& step, int segment, int page_size, Layout& out) {
   out.row = step.segment_rows[segment];
   out.rows = step.segment_rows[segment + 1] - out.row;
   out.units.clear();
@@ -81,7 +81,7 @@ inline void make_layout(const hw_step& step, int segment, int page_size, int kv_
       }
       Unit& unit = out.units.back();
       for (int lane = slot - first; lane < LANES && at < page_size; lane++, at++) {
-        unit.offset[lane] = (int64_t)step.pages[p] * kv_heads * page_size + at;
+        unit.page[lane] = step.pages[p], unit.at[lane] = at;
         unit.present |= (uint16_t)(1u << lane);
       }
     }

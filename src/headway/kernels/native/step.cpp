@@ -8,6 +8,7 @@
 
 #include "latent.h"
 #include "lora.h"
+#include "per_layer.h"
 #include "recurrent.h"
 #include "sampling.h"
 #include "threads.h"
@@ -20,6 +21,7 @@ struct Workspace {
   Buffer<float> attention_gate;
   LatentBuffers latent;
   RecurrentBuffers recurrent;
+  PerLayerBuffers per_layer;
   QuantizedActivations expert_rows;
   std::vector<Routing> routings;  // one per thread
   QuantizedActivations quantized[8];  // one per thread where rows are replicated, else only the first
@@ -39,7 +41,7 @@ struct Forward {
   const hw_step& step;
   const int T = step.rows, threads = pool.count();
   // Row widths in the workspace, padded to whole blocks and groups.
-  const int inner = std::max(m.inner, m.shared_inner), places = T * m.per_token;
+  const int inner = std::max({m.inner, m.shared_inner, m.token_size}), places = T * m.per_token;
   const size_t E = up(m.hidden, 32), F = up(inner, 32), Q = up(m.heads * m.head_dim, 32), K = up(m.kv_heads * m.head_dim, 16);
   const size_t X = up(m.experts, 16) + 16, G = up(m.expert_inner, 32);  // router logits and the shared expert's; an expert's inner row
   const size_t rope_stride = (size_t)m.rope_sets * 2 * m.rope_half;           // cosines and sines of a row
@@ -60,6 +62,9 @@ struct Forward {
     if (m.experts) fit_experts();
     if (m.latent) LatentAttention<Forward>{*this}.fit();
     if (m.recurrence) Recurrence<Forward>{*this}.fit();
+    if (m.token_size) TokenInputs<Forward>{*this}.fit();
+    if (m.streams) Streams<Forward>{*this}.fit();
+    if (has_both()) workspace.per_layer.experts.fit(T * E);
     if (m.gated_attention) workspace.attention_gate.fit(T * Q);
     int wide = std::max({m.hidden, inner, m.heads * m.head_dim, m.heads * m.value_dim});
     for (int i = 0; i < (replicated ? threads : 1); i++) workspace.quantized[i].fit(T, wide);
@@ -79,6 +84,9 @@ struct Forward {
     if (step.phases) last = std::chrono::steady_clock::now();
   }
 
+  // Whether a layer has experts beside its feed-forward.
+  bool has_both() const { return m.experts && std::any_of(m.layer, m.layer + m.layers, [](const hw_layer& w) { return w.router.n && w.down.n; }); }
+
   void fit_experts() {
     workspace.routes.fit(T * X), workspace.shared.fit(T * E);
     workspace.expert_in.fit(places * std::max(E, G)), workspace.expert_out.fit(places * E);
@@ -93,14 +101,17 @@ struct Forward {
     int items = 0, tasks = 0;
     for (int s = 0; s < step.segments; s++) {
       Layout& lay = workspace.layouts[s];
-      make_layout(step, s, m.page_size, m.kv_heads, lay);
+      make_layout(step, s, m.page_size, lay);
       lay.bits.resize((size_t)step.mask_sets * lay.rows * lay.units.size());
       const int chunks = (int)lay.chunks.size() - 1;
       const int n = lay.rows / TILE * m.kv_heads + (lay.rows % TILE == 1 ? 1 : lay.rows % TILE ? m.kv_heads : 0);
       items += n;
       tasks += n * chunks;
     }
-    most_queries = std::max(TILE * (m.heads / m.kv_heads), m.heads);
+    int fewest = m.kv_heads;
+    for (int l = 0; l < m.layers; l++)
+      if (m.layer[l].kv_heads) fewest = std::min(fewest, m.layer[l].kv_heads);
+    most_queries = std::max(TILE * (m.heads / fewest), m.heads);
     split = threads > 1 && items < 3 * threads && tasks > items;
     partial_size = up(m.head_dim, LANES) + 2;
     const size_t all = find_shared_prefixes(split ? tasks : 0);
@@ -169,8 +180,11 @@ struct Forward {
   void run_thread(int i) {
     embed_and_mask(i);
     sync();
+    if (m.token_size) TokenInputs<Forward>{*this}.make(i);
+    if (m.streams) Streams<Forward>{*this}.spread(i);
     phase(i, HW_EMBED);
     for (int l = 0; l < m.layers; l++) layer(i, l);
+    if (m.streams) Streams<Forward>{*this}.gather(i);
     copy_hidden(i, m.layers);
     for (int r = from(i, T); r < from(i + 1, T); r++) std::memcpy(step.out + (size_t)r * m.hidden, workspace.x.at + r * E, m.hidden * sizeof(float));
     phase(i, HW_EMBED);
@@ -204,11 +218,12 @@ struct Forward {
       embed_row(step.tokens[r], step.positions[r], workspace.x.at + r * E);
       for (int set = 0; set < m.rope_sets; set++) {
         float* angles = workspace.angles.at + r * rope_stride + (size_t)set * 2 * m.rope_half;
-        for (int d = 0; d < m.rope_half; d++) {
+        const int half = m.rope_halves[set];
+        for (int d = 0; d < half; d++) {
           // In double: libraries differ in the last bit of a float's cosine, and 8-bit activations would amplify that.
           const double angle = (float)step.positions[r] * m.inv_freq[set * m.rope_half + d];
           angles[d] = (float)std::cos(angle) * m.rope_scales[set];
-          angles[m.rope_half + d] = (float)std::sin(angle) * m.rope_scales[set];
+          angles[half + d] = (float)std::sin(angle) * m.rope_scales[set];
         }
       }
     }
@@ -266,15 +281,25 @@ struct Forward {
   }
 
   void norm_and_quantize(int i, const hw_norm& norm, bool wanted) {
-    float* h = workspace.h.at + (replicated ? (size_t)i * T * E : 0);
+    take_rows(i, wanted, [&](int r, float* h) {
+      if (norm.weight) norm_row(m.norm, workspace.x.at + r * E, norm, m.hidden, m.eps, h);
+      else std::memcpy(h, workspace.x.at + r * E, m.hidden * sizeof(float));
+    });
+  }
+
+  // Rows that matmuls take: f puts row r where it is told.
+  template <class G>
+  void take_rows(int i, bool wanted, G&& f) {
+    float* h = own_h(i);
     for (int r = first(i); r < last_(i); r++) {
-      if (norm.weight) norm_row(m.norm, workspace.x.at + r * E, norm, m.hidden, m.eps, h + r * E);
-      else std::memcpy(h + r * E, workspace.x.at + r * E, m.hidden * sizeof(float));
+      f(r, h + r * E);
       pad(h + r * E, m.hidden, E);
       if (wanted) quantize(i, h + r * E, m.hidden, r);
     }
     if (!replicated) sync();
   }
+
+  float* own_h(int i) const { return workspace.h.at + (replicated ? (size_t)i * T * E : 0); }
 
   // Whether a matmul's result can be added to the residual as it is.
   bool adds_plainly(const hw_norm& post) const { return !post.weight && m.residual_scale == 1.0f; }
@@ -296,18 +321,40 @@ struct Forward {
   void layer(int i, int l) {
     const hw_layer& w = m.layer[l];
     copy_hidden(i, l);
-    norm_and_quantize(i, w.norm_in, any_quantized({&w.q, &w.k, &w.v, &w.attention_gate, &w.q_down, &w.kv_down, &w.mix_in, &w.mix_qkv, &w.mix_beta, &w.mix_step, &w.mix_gate}));
+    if (m.streams) {
+      if (step.hidden_count) sync();  // the residual is copied before it is what the layer expects
+      Streams<Forward>{*this}.predict(i, l);
+    }
+    norm_and_quantize(i, w.norm_in, any_quantized({&w.q, &w.k, &w.v, &w.laurel_down, &w.attention_gate, &w.q_down, &w.kv_down, &w.mix_in, &w.mix_qkv, &w.mix_beta, &w.mix_step, &w.mix_gate}));
     phase(i, HW_NORM);
     if (w.mix_out.n) Recurrence<Forward>{*this}.mix(i, l);
     else attend_rows(i, l);
     if (!m.parallel && !adds_plainly(w.post_attention)) {
       add_rows(i, w.post_attention);
+      if (m.streams) Streams<Forward>{*this}.add_low_rank(i, l);
       sync();
     }
     phase(i, HW_OUT);
-    if (w.router.n) experts(i, w);
-    else if (w.down.n) feed_forward(i, l);
+    if (w.router.n && w.down.n) ExpertsBeside<Forward>{*this}.run(i, w);
+    else if (w.router.n) experts(i, w);
+    if (w.down.n) feed_forward(i, l);
+    if (m.streams) Streams<Forward>{*this}.correct(i, l);
+    if (w.input_gate.n) TokenInputs<Forward>{*this}.part(i, l);
+    if (w.input_gate.n || w.layer_scale) add_part(i, l);
     phase(i, HW_MLP);
+  }
+
+  // What the layer takes of the token, added to the residual, or to all streams but the first; the layer's scale.
+  void add_part(int i, int l) {
+    const hw_layer& w = m.layer[l];
+    for (int r = from(i, T); r < from(i + 1, T); r++) {
+      float *x = workspace.x.at + r * E, *y = workspace.added.at + r * E;
+      if (m.streams) Streams<Forward>{*this}.add_to_others(r, y);
+      else if (w.input_gate.n)
+        for (int d = 0; d < m.hidden; d++) x[d] += y[d];
+      for (int d = 0; w.layer_scale && d < m.hidden; d++) x[d] *= w.layer_scale[0];
+    }
+    sync();
   }
 
   // Attention's result, projected: added to the residual, or kept where more is to be done with it.
@@ -332,7 +379,10 @@ struct Forward {
     Workspace& s = workspace;
     const Matmul qkv[3] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
                             make_matmul(i, w.v, s.h.at, E, s.v.at, K, false)};
-    const std::initializer_list<Piece> first_pieces = {&hw_adapter_layer::q, &hw_adapter_layer::k, &hw_adapter_layer::v};
+    const std::initializer_list<Piece> all = {&hw_adapter_layer::q, &hw_adapter_layer::k, &hw_adapter_layer::v};
+    const std::initializer_list<Piece> without_values = {&hw_adapter_layer::q, &hw_adapter_layer::k}, queries = {&hw_adapter_layer::q};
+    const std::initializer_list<Piece> first_pieces = w.v.n ? all : w.k.n ? without_values : queries;
+    if (m.streams) Streams<Forward>{*this}.low_rank(i, l);
     matmuls_with_adapters(i, l, first_pieces, qkv, shrink_(i, l, first_pieces, m.hidden, qkv[0].x.values, E));
     if (m.gated_attention) {
       const Matmul gate = make_matmul(i, w.attention_gate, s.h.at, E, s.attention_gate.at, Q, false);
@@ -345,7 +395,9 @@ struct Forward {
     }
     phase(i, HW_QKV);
     rope_and_write_kv(i, l);
+    if (m.streams) Streams<Forward>{*this}.quantize_low_rank(i, l);
     sync();
+    if (m.streams) Streams<Forward>{*this}.raise_low_rank(i, l);
     phase(i, HW_ROPE);
   }
 
@@ -375,6 +427,7 @@ struct Forward {
     project_down(i, l);
     sync();
     if (adds_plainly(w.post_mlp)) return;
+    if (w.router.n) ExpertsBeside<Forward>{*this}.join(i, w);
     add_rows(i, w.post_mlp);
     sync();
   }
@@ -392,9 +445,21 @@ struct Forward {
     }
     matmuls(list, !m.shared_inner ? 1 : w.shared_router.n ? 4 : 3, T, i, threads);
     sync();
+    mix_experts(i, w);
+    for (int r = from(i, T); r < from(i + 1, T); r++) {
+      combine(w, s.routings[i], r);
+      add_row(r, w.post_mlp);
+    }
+    sync();
+  }
+
+  // The outputs of every row's experts and of the shared one, for router logits and rows h that are there.
+  void mix_experts(int i, const hw_layer& w) {
+    Workspace& s = workspace;
     Routing& routing = s.routings[i];  // each thread has its own, which costs less than one more barrier
     route(s.routes.at, X, T, m, w.router_correction, routing);
-    const float* h = s.h.at + (replicated ? (size_t)i * T * E : 0);
+    for (int n = 0; w.expert_scale && n < places; n++) routing.weights[n] *= w.expert_scale[routing.chosen[n]];
+    const float* h = own_h(i);
     const bool into = any_quantized({&w.expert_gate, &w.expert_up}), out = is_quantized(w.expert_down);
     for (int n = from(i, places); n < from(i + 1, places); n++) expert_row(h + routing.row[n] * E, m.hidden, E, n, into, m.weighted_inputs ? routing.weights[routing.entry[n]] : 1.0f);
     add_parallel(i, w);
@@ -409,11 +474,6 @@ struct Forward {
     if (m.shared_inner) {
       const Matmul down = make_matmul(i, w.shared_down, s.act.at, F, s.shared.at, E, false);
       matmuls(&down, 1, T, i, threads);
-    }
-    sync();
-    for (int r = from(i, T); r < from(i + 1, T); r++) {
-      combine(w, routing, r);
-      add_row(r, w.post_mlp);
     }
     sync();
   }
@@ -484,38 +544,49 @@ struct Forward {
   }
 
   // Norms one head of queries or keys, unless whole rows are.
-  void norm_head(float* x, const float* weight, int head) {
+  void norm_head(float* x, const float* weight, int head, int dim) {
     if (!weight || m.qk_norm == HW_QK_ROW) return;
-    norm_row(m.norm, x, {weight + (m.qk_norm == HW_QK_EACH ? (size_t)head * m.head_dim : 0), nullptr}, m.head_dim, m.eps, x);
+    norm_row(m.norm, x, {weight + (m.qk_norm == HW_QK_EACH ? (size_t)head * dim : 0), nullptr}, dim, m.eps, x);
+  }
+
+  // Norms one head of values, which has no weights.
+  void norm_value(float* x, int dim) {
+    const float factor = rms_factor(x, dim, m.eps);
+    for (int d = 0; d < dim; d++) x[d] *= factor;
   }
 
   // Norms and rotates queries and keys, writes keys and values to the KV cache.
   void rope_and_write_kv(int i, int l) {
     const hw_layer& w = m.layer[l];
-    const int D = m.head_dim, all = m.heads + m.kv_heads;
-    const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * D;  // numbers of a layer's keys, or values
+    const int D = w.head_dim, KV = w.kv_heads, all = m.heads + (w.k.n ? KV : 0), width = m.heads * D;
+    const size_t slots = (size_t)m.kv_pages * m.page_size, plane = slots * KV * D;  // numbers of a layer's keys, or values
     const int64_t work = (int64_t)T * all;
-    const int half = w.rope_set < 0 ? 0 : m.rope_half;
+    const int half = w.rope_set < 0 ? 0 : m.rope_halves[w.rope_set];
     const size_t rope_offset = w.rope_set < 0 ? 0 : (size_t)w.rope_set * 2 * m.rope_half;
     for (int64_t n = work * i / threads; n < work * (i + 1) / threads; n++) {
       const int r = (int)(n / all), h = (int)(n % all), kh = h - m.heads;
       const float* angles = workspace.angles.at + r * rope_stride + rope_offset;
       if (kh < 0) {
         float* q = workspace.q.at + r * Q + (size_t)h * D;
-        norm_head(q, w.q_norm, h);
+        norm_head(q, w.q_norm, h, D);
         rotate(q, angles, half, half || m.temperature_floor == 0 ? m.scale : m.scale * temperature(step.positions[r]), D);
         copy_query(l, r, h, q);
         continue;
       }
       float* k = workspace.k.at + r * K + (size_t)kh * D;
-      norm_head(k, w.k_norm, kh);
+      float* v = workspace.v.at + r * K + (size_t)kh * D;
+      if (!w.v.n) std::memcpy(v, k, D * sizeof(float));
+      if (m.norm_values) norm_value(v, D);
+      norm_head(k, w.k_norm, kh, D);
       rotate(k, angles, half, 1.0f, D);
       if (step.write_slots[r] < 0) continue;
       const size_t page = step.write_slots[r] / m.page_size, slot = step.write_slots[r] % m.page_size;
-      const size_t first = (page * m.kv_heads + kh) * m.page_size * D, keys = 2 * w.kv_layer * plane + first, values = keys + plane;
-      write_numbers(k, keys + slot, m.page_size);
-      write_numbers(workspace.v.at + r * K + (size_t)kh * D, values + slot * D, 1);
+      const size_t first = (page * KV + kh) * m.page_size * D, keys = w.kv_before * slots + first, values = keys + plane;
+      write_numbers(k, D, keys + slot, m.page_size);
+      write_numbers(v, D, values + slot * D, 1);
     }
+    // Attention's result is quantized in whole groups, and a wider layer may have left something there.
+    for (int r = from(i, T); width < m.heads * m.head_dim && r < from(i + 1, T); r++) pad(workspace.mixed.at + r * Q, width, up(width, 32));
   }
 
   // What queries of a layer without a rope are multiplied by: they grow with their position.
@@ -527,12 +598,11 @@ struct Forward {
   void copy_query(int l, int r, int h, const float* q) {
     for (int t = 0; t < step.query_count; t++)
       if (step.query_layers[t] == l && step.query_rows[t] == r)
-        std::memcpy(step.query_out + ((size_t)t * m.heads + h) * m.head_dim, q, m.head_dim * sizeof(float));
+        std::memcpy(step.query_out + ((size_t)t * m.heads + h) * m.head_dim, q, m.layer[l].head_dim * sizeof(float));
   }
 
   // A head's numbers to the KV cache, beginning at its number `at`, with a stride.
-  void write_numbers(const float* x, size_t at, size_t stride) {
-    const int D = m.head_dim;
+  void write_numbers(const float* x, int D, size_t at, size_t stride) {
     if (m.kv_kind == HW_F32) {
       float* to = (float*)m.kv + at;
       for (int d = 0; d < D; d++) to[d * stride] = x[d];
@@ -556,18 +626,19 @@ struct Forward {
     for (int s = 0; s < step.segments; s++) {
       const Layout& lay = workspace.layouts[s];
       for (int first = 0; first < lay.rows; first += TILE) {
-        const int rows = std::min(TILE, lay.rows - first), heads = rows == 1 ? m.kv_heads : 1;
-        for (int head = 0; head < m.kv_heads; head += heads)
+        const int rows = std::min(TILE, lay.rows - first), heads = rows == 1 ? kv.kv_heads : 1;
+        for (int head = 0; head < kv.kv_heads; head += heads)
           f(WorkItem{workspace.layouts.data(), nullptr, lay, kv, m.layer[l].mask_set, first, rows, head, heads}, (int)lay.chunks.size() - 1);
       }
     }
   }
 
   KvCache cache(int l) const {
-    const size_t plane = (size_t)m.kv_pages * m.page_size * m.kv_heads * m.head_dim;
-    const size_t bytes = plane * (m.kv_kind == HW_F32 ? 4 : 2), parts = m.latent ? 1 : 2;
-    const char* keys = (const char*)m.kv + m.layer[l].kv_layer * parts * bytes;
-    return {keys, m.latent ? keys : keys + bytes, m.kv_kind, m.heads, m.kv_heads, m.head_dim, m.page_size, m.attention_cap, m.layer[l].sinks, m.latent != 0};
+    const hw_layer& w = m.layer[l];
+    const size_t bytes = (size_t)m.kv_pages * m.page_size * (m.kv_kind == HW_F32 ? 4 : 2);  // of a number of every slot
+    const char* keys = (const char*)m.kv + w.kv_before * bytes;
+    const char* values = m.latent ? keys : keys + w.kv_heads * w.head_dim * bytes;
+    return {keys, values, m.kv_kind, m.heads, w.kv_heads, w.head_dim, m.page_size, m.attention_cap, w.sinks, m.latent != 0};
   }
 
   // Computes the chunks of shared prefixes.
@@ -577,7 +648,7 @@ struct Forward {
     auto claim = [&] { return workspace.next[m.layers + l].fetch_add(1, std::memory_order_relaxed); };
     int mine = claim(), n = 0;
     for (const SharedPrefix& prefix : workspace.prefixes)
-      for (int task = 0; task < m.kv_heads * prefix.chunks; task++) {
+      for (int task = 0; task < kv.kv_heads * prefix.chunks; task++) {
         if (n++ != mine) continue;
         const Layout& lay = workspace.layouts[prefix.segments[0]];
         const WorkItem item{workspace.layouts.data(), prefix.segments.data(), lay, kv, m.layer[l].mask_set, 0, (int)prefix.segments.size(), task / prefix.chunks, 1};
@@ -598,6 +669,7 @@ struct Forward {
   }
 
   void attention(int i, int l) {
+    workspace.scratches[i].take(m.layer[l].head_dim);
     if (!workspace.prefixes.empty()) {
       attend_shared(i, l);
       sync();
@@ -632,7 +704,7 @@ struct Forward {
   float* partial(size_t task, int query) { return workspace.partial.at + (task * most_queries + query) * partial_size; }
 
   void keep_partial(size_t task, const WorkItem& item, const Scratch& scratch) {
-    const size_t wide = partial_size - 2;
+    const size_t wide = scratch.wide;
     for (int q = 0; q < item.queries(); q++) {
       float* to = partial(task, q);
       to[0] = scratch.partial[q].most;
@@ -642,7 +714,7 @@ struct Forward {
   }
 
   void merge_all(int i, int l) {
-    const size_t wide = partial_size - 2;
+    const size_t wide = workspace.scratches[i].wide;
     float* total = workspace.scratches[i].total.at;
     int task = 0, n = 0;
     work_items(l, [&](const WorkItem& item, int chunks) {
@@ -681,22 +753,29 @@ struct Forward {
   }
 
   // The activations of a feed-forward's rows, quantized if its down matrix is.
-  void activate_rows(int i, const hw_matrix& gate, const hw_matrix& down, int n, float* act) {
+  void activate_rows(int i, const hw_matrix& gate, const hw_matrix& down, int n, float* act, const float* cut = nullptr) {
     for (int r = first(i); r < last_(i); r++) {
-      activate(m.activation, gate.n ? workspace.gate.at + r * F : nullptr, workspace.up_.at + r * F, n, act + r * F);
-      pad(act + r * F, n, F);
-      if (is_quantized(down)) quantize(i, act + r * F, n, r);
+      const float* gates = gate.n ? workspace.gate.at + r * F : nullptr;
+      float* to = act + r * F;
+      if (cut) {
+        std::memcpy(to, gates, n * sizeof(float));
+        cut_off(to, n, *cut);
+        gates = to;
+      }
+      activate(m.activation, gates, workspace.up_.at + r * F, n, to);
+      pad(to, n, F);
+      if (is_quantized(down)) quantize(i, to, n, r);
     }
   }
 
   void project_down(int i, int l) {
     const hw_layer& w = m.layer[l];
     const bool plainly = adds_plainly(w.post_mlp);
-    activate_rows(i, w.gate, w.down, m.inner, workspace.act.at + (replicated ? (size_t)i * T * F : 0));
+    activate_rows(i, w.gate, w.down, w.down.k, workspace.act.at + (replicated ? (size_t)i * T * F : 0), w.sparse ? &w.cut : nullptr);
     if (!replicated) sync();
     Matmul p = make_matmul(i, w.down, workspace.act.at, F, plainly ? workspace.x.at : workspace.added.at, E, plainly);
     const std::initializer_list<Piece> pieces = {&hw_adapter_layer::down};
-    matmuls_with_adapters(i, l, pieces, &p, shrink_(i, l, pieces, m.inner, p.x.values, F));
+    matmuls_with_adapters(i, l, pieces, &p, shrink_(i, l, pieces, w.down.k, p.x.values, F));
   }
 };
 

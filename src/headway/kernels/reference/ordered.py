@@ -65,6 +65,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (x * _inverse_root(_mean(x, x), eps))
 
 
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """x [..., E] scaled to unit mean square."""
+    return x * _inverse_root(_mean(x, x), eps)
+
+
+def as_large_as(x: Tensor, y: Tensor, least: float) -> Tensor:
+    """y [..., E] with the mean square of x; its own counts as `least` at least."""
+    return y * _root(_mean(x, x)) / _root(_mean(y, y).clamp(min=least))
+
+
+def cut_off(x: Tensor, deviations: float) -> Tensor:
+    """What is above the mean of x [..., F] by so many standard deviations, and 0 for the rest."""
+    mean = _mean(x, torch.ones_like(x))
+    centered = x - mean
+    return torch.relu(x - (mean + _root(_mean(centered, centered)) * deviations))
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., E] minus its mean, scaled to unit variance, times weight [E], plus bias [E]."""
     centered = x - _mean(x, torch.ones_like(x))
@@ -83,8 +100,12 @@ def _mean(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _inverse_root(x: Tensor, eps: float) -> Tensor:
-    root = (x + eps).double().sqrt().float()  # torch's own of float32 errs in the last bit
+    root = _root(x + eps)
     return torch.ones_like(root) / root
+
+
+def _root(x: Tensor) -> Tensor:
+    return x.double().sqrt().float()  # torch's own of float32 errs in the last bit
 
 
 def activate(x: Tensor, kind: str) -> Tensor:

@@ -59,6 +59,12 @@ class OrderedMatrix:
         assert weights is not None
         return OrderedMatrix(weights, scale, minimum, bias, self.row_quantization, self.nbytes + other.nbytes)
 
+    def rows(self, own: slice) -> OrderedMatrix:
+        """Some of its outputs."""
+        parts = (self.scale, self.minimum, self.bias)
+        scale, minimum, bias = (None if part is None else part[..., own] for part in parts)
+        return OrderedMatrix(self.weights[..., own], scale, minimum, bias, self.row_quantization, self.nbytes)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [R, K] float32 times the matrix → [R, N]."""
         share = max(1, ELEMENTS // self.weights[:, 0].numel())

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from headway.kernels.host.quantized import FLOATS, FP4, GROUP, LANES, SMALLEST, QuantizedMatrix
 
+SMALLEST_ROW = 1e-30  # a row in fp8 whose largest value is smaller counts as zero
+
 
 def tensor(array: np.ndarray) -> Tensor:
     """An array as a tensor that shares its memory; uint16 is bfloat16."""
@@ -62,6 +64,18 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     quants = torch.round(parts * torch.where(small, 0, top / torch.where(small, 1, most)))
     finite = most.isfinite()  # no 8-bit integer can represent an infinity: such a group is NaN
     return torch.where(finite, quants, 0), torch.where(finite, torch.where(small, 0, most / top), torch.nan)
+
+
+def e4m3_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [R, K] in fp8: e4m3 numbers [R, K] and a scale for each row, [R, 1] float32; the largest number is 448.
+
+    A row with a number that is not finite has the scale NaN.
+    """
+    most, top = x.float().abs().amax(-1, keepdim=True), torch.full_like(x[..., :1], 448, dtype=torch.float32)
+    small = most < SMALLEST_ROW
+    factors = torch.where(small, 0, top / torch.where(small, 1, most))
+    scales = torch.where(most.isfinite(), torch.where(small, 0, most / top), torch.nan)
+    return (x.float() * factors).clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
 def stored_quants(w: QuantizedMatrix) -> Tensor:

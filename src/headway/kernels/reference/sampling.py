@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import InvalidInput, InvalidMask
-from headway.base.specs.samplers import Sampling
-from headway.kernels.host.sampling import GUESSES, NO_TOKEN, RowSampler, before_temperature, check_bias
+from headway.base.specs.samplers import NO_TOKEN, Sampling
+from headway.kernels.host.sampling import GUESSES, RowSampler, before_temperature, check_bias
 
 # -- tensors where `host/sampling` has arrays ----------------------------------------------------------------------
 

@@ -78,6 +78,19 @@ class Scratch:
     arrived: Tensor  # [rows, Hkv] int32
 
 
+@dataclass(frozen=True, eq=False)
+class SharedKeys:
+    """What single rows attend to before their runs, as `most` parts at most, computed for many rows at once.
+
+    `counts` [n] int32 says how many parts a row of the step has; those from n on have none.
+    """
+
+    sums: Tensor  # [R, H, most, D] float32, for at least n rows
+    peaks: Tensor  # [R, H, most, 2] float32
+    counts: Tensor
+    most: int
+
+
 def make_scratch(rows: int, heads: int, kv_heads: int, dim: int, splits: Splits, device: torch.device) -> Scratch:
     """Workspace for `rows` decode rows."""
     return Scratch(
@@ -96,9 +109,15 @@ def attend_rows(
     *,
     which: Tensor | None = None,
     tile: AttentionTile = AttentionTile(32),
+    shared: SharedKeys | None = None,
     ahead: bool = False,
 ) -> None:
-    """q [T, H, D] → out [T, H, D], each row by itself. `which` [n] int32 selects rows (-1: none), else all."""
+    """q [T, H, D] → out [T, H, D], each row by itself. `which` [n] int32 selects rows (-1: none), else all.
+
+    With `shared` the first of a row's programs begins with what others have computed for it.
+    """
+    assert shared is None or not splits.fixed
+    before = shared or SharedKeys(scratch.sums, scratch.peaks, scratch.arrived, 0)
     rows = q.shape[0] if which is None else which.shape[0]
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
@@ -106,14 +125,15 @@ def attend_rows(
         _decode[(rows, kv_heads, splits.most)](
             q, out, paged.keys, paged.values, paged.ints, paged.ints if which is None else which,
             scratch.sums, scratch.peaks, scratch.arrived, q if paged.sinks is None else paged.sinks,
+            before.sums, before.peaks, before.counts, len(before.counts),
             q.stride(0), out.stride(0), paged.keys.stride(0), paged.keys.stride(1), paged.keys.stride(2),
             paged.rows, paged.scale * LOG2E,
             CHOSEN=which is not None, SOFTCAP=paged.softcap, SINKS=paged.sinks is not None,
             RUN_AT=paged.run_at, PAGE_FIELD=PAGE_AT, HEADS=heads, GROUP=group, DIM=dim, WIDE=_width(dim),
             PAGE=paged.keys.shape[1], BM=max(16, triton.next_power_of_2(group)), BN=tile.slots,
             GP=triton.next_power_of_2(group), SPLITS=splits.most, SB=min(_joined(group, dim), splits.most),
-            LEAST=splits.least, FIXED=splits.fixed, PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps,
-            num_stages=tile.stages, **options(ahead),
+            LEAST=splits.least, FIXED=splits.fixed, SHARED=before.most, AT_ONCE=tile.warps,
+            PRECISION=_precision(q), AHEAD=ahead, num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
         )  # fmt: skip
 
 
@@ -124,7 +144,7 @@ def attend_chunks(q: Tensor, out: Tensor, paged: PagedKV, items: Tensor, tokens:
     """
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
-    bm, bn, warps, stages = _chunk_shape(group, dim, q.dtype)
+    bm, bn, warps, stages = chunk_shape(group, dim, q.dtype)
     assert tokens == bm // group
     if len(items):
         _chunk[(len(items), kv_heads)](
@@ -139,7 +159,7 @@ def attend_chunks(q: Tensor, out: Tensor, paged: PagedKV, items: Tensor, tokens:
 
 def chunk_tokens(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
     """The most rows of one sequence that an item of `attend_chunks` holds."""
-    return _chunk_shape(heads // kv_heads, dim, dtype)[0] // (heads // kv_heads)
+    return chunk_shape(heads // kv_heads, dim, dtype)[0] // (heads // kv_heads)
 
 
 def chunk_items(segments: Sequence[tuple[int, int]], tokens: int) -> list[int]:
@@ -151,7 +171,7 @@ def chunk_items(segments: Sequence[tuple[int, int]], tokens: int) -> list[int]:
     return [number for item in items for number in item]
 
 
-def _chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Rows and slots per tile, warps, stages."""
     if dtype == torch.float32:
         return max(32, triton.next_power_of_2(group)), 32, 4, 1
@@ -184,7 +204,7 @@ def _score(q, k, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _mix(q, k, v, seen, peak, total, mixed, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+def mix(q, k, v, seen, peak, total, mixed, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Adds one tile to the running softmax; seen [BM, BN] marks the slots a row attends to."""
     s = tl.where(seen, _score(q, k, scale, SOFTCAP, PRECISION), float("-inf"))
     new = tl.maximum(peak, tl.max(s, 1))
@@ -198,12 +218,13 @@ def _mix(q, k, v, seen, peak, total, mixed, scale, SOFTCAP: tl.constexpr, PRECIS
 
 @triton.jit
 def _decode(
-    q, out, keys, values, ints, which, sums, peaks, arrived, sinks,
+    q, out, keys, values, ints, which, sums, peaks, arrived, sinks, shared_sums, shared_peaks, shared_counts,
+    shared_rows,
     q_row, out_row, page_stride, slot_stride, head_stride, rows, scale,
     CHOSEN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN_AT: tl.constexpr, PAGE_FIELD: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, SB: tl.constexpr, LEAST: tl.constexpr,
-    FIXED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    FIXED: tl.constexpr, SHARED: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     wait(AHEAD)
@@ -234,6 +255,23 @@ def _decode(
         peak = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         mixed = tl.zeros((BM, WIDE), tl.float32)
+        if SHARED > 0:  # noqa: SIM102 - known when it is compiled
+            if split == early:
+                cells = (row.to(tl.int64) * HEADS + head * GROUP + g) * SHARED
+                known = tl.load(shared_counts + row, mask=row < shared_rows, other=0)
+                for i in range(0, known, AT_ONCE):
+                    for j in tl.static_range(AT_ONCE):  # their loads do not wait for each other
+                        cell, is_one = cells + i + j, (g < GROUP) & (g * 0 + i + j < known)
+                        tops = tl.load(shared_peaks + cell * 2, mask=is_one, other=float("-inf"))
+                        totals = tl.load(shared_peaks + cell * 2 + 1, mask=is_one, other=0.0)
+                        place = shared_sums + cell[:, None] * DIM + d[None, :]
+                        some = tl.load(place, mask=live & is_one[:, None], other=0.0)
+                        new = tl.maximum(peak, tops)
+                        level = tl.where(new == float("-inf"), 0.0, new)
+                        weight, fade = tl.exp2(tops - level), tl.exp2(peak - level)
+                        total = total * fade + totals * weight
+                        mixed = mixed * fade[:, None] + some * weight[:, None]
+                        peak = new
         begin = first + split * part
         end = tl.minimum(end_slot, begin + part)
         n = tl.arange(0, BN)
@@ -249,7 +287,7 @@ def _decode(
                 there = seen[:, None] & (d < DIM)[None, :]
                 k = tl.load(keys + where[:, None] + d[None, :], mask=there, other=0.0)
                 v = tl.load(values + where[:, None] + d[None, :], mask=there, other=0.0)
-                peak, total, mixed = _mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
+                peak, total, mixed = mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
         else:
             last = run + 2 * count
             while (run < last) & (tl.load(ints + run + 1, mask=run < last, other=FAR) <= begin):
@@ -275,7 +313,7 @@ def _decode(
                 there = seen[:, None] & (d < DIM)[None, :]
                 k = tl.load(keys + where[:, None] + d[None, :], mask=there, other=0.0)
                 v = tl.load(values + where[:, None] + d[None, :], mask=there, other=0.0)
-                peak, total, mixed = _mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
+                peak, total, mixed = mix(qs, k, v, seen[None, :], peak, total, mixed, scale, SOFTCAP, PRECISION)
                 base = tl.maximum(base + BN, start // BN * BN)
         place = out + row * out_row + (head * GROUP + g)[:, None] * DIM + d[None, :]
         if (parts - early == 1) & (not (FIXED and SINKS)):  # with sinks the two branches round differently
@@ -385,7 +423,7 @@ def _chunk(
                 values + where[:, None] + d[None, :], mask=(slot < end)[:, None] & (d < DIM)[None, :], other=0.0
             )
             seen = (slot[None, :] >= start[:, None]) & (slot[None, :] < stop[:, None])
-            peak, total, mixed = _mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
+            peak, total, mixed = mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
         for base in range(inner, outer, BN):
             slot = base + n
             page = tl.load(table + slot // PAGE)
@@ -414,7 +452,7 @@ def _chunk(
                 values + where[:, None] + d[None, :], mask=(slot < end)[:, None] & (d < DIM)[None, :], other=0.0
             )
             seen = (slot[None, :] >= start[:, None]) & (slot[None, :] < stop[:, None])
-            peak, total, mixed = _mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
+            peak, total, mixed = mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
     else:
         base = low // BN * BN
         while base < end:
@@ -435,7 +473,7 @@ def _chunk(
             k = tl.load(keys + where[:, None] + d[None, :], mask=there, other=0.0)
             v = tl.load(values + where[:, None] + d[None, :], mask=there, other=0.0)
             seen = inside & (page > 0)[None, :]
-            peak, total, mixed = _mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
+            peak, total, mixed = mix(qs, k, v, seen, peak, total, mixed, scale, SOFTCAP, PRECISION)
             base = tl.maximum(edge, tl.min(start, 0) // BN * BN)
     if SINKS:
         sink = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634

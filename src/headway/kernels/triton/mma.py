@@ -75,16 +75,6 @@ def _int8_unpack() -> str:
     return "\n".join([*lines, "}"])
 
 
-def _fp8_unpack() -> str:
-    """The same of float8 numbers."""
-    lines = ["{", ".reg .b16 l, m;"]
-    for t in range(4):
-        for word, low, high in ((16 + t, t, 8 + t), (20 + t, 4 + t, 12 + t)):
-            lines.append(f"mov.b32 {{l, m}}, ${word};")
-            lines += [f"cvt.rn.f16x2.e4m3x2 ${low}, l;", f"cvt.rn.f16x2.e4m3x2 ${high}, m;"]
-    return "\n".join([*lines, "}"])
-
-
 def _lane_predicates() -> list[str]:
     """p0 … p3: whether the lane's q is 0 … 3."""
     tests = [f"setp.eq.u32 p{m}, lane, {m};" for m in range(4)]
@@ -152,7 +142,6 @@ def _registers(*kinds: tuple[str, int]) -> str:
 _UNPACK4 = tl.constexpr(_four_bit_unpack())
 _UNPACK4_AT = tl.constexpr(_registers(("=&r", 16), ("r", 4)))
 _UNPACK8 = tl.constexpr(_int8_unpack())
-_UNPACK_FP8 = tl.constexpr(_fp8_unpack())
 _UNPACK8_AT = tl.constexpr(_registers(("=&r", 16), ("r", 8)))
 _SUMS4 = tl.constexpr(_four_bit_sums())
 _SUMS4_AT = tl.constexpr(_registers(("=&f", 4), ("f", 4), ("r", 26)))
@@ -186,13 +175,9 @@ def _unpack(w0, w1, KIND: tl.constexpr):
     """A of four instructions, [.., 128] int32: two float16 numbers each."""
     if KIND == "int4":
         return tl.inline_asm_elementwise(_UNPACK4, _UNPACK4_AT, [w0], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4)
-    elif KIND == "int8":
-        return tl.inline_asm_elementwise(
-            _UNPACK8, _UNPACK8_AT, [w0, w1], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4
-        )
     else:
         return tl.inline_asm_elementwise(
-            _UNPACK_FP8, _UNPACK8_AT, [w0, w1], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4
+            _UNPACK8, _UNPACK8_AT, [w0, w1], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4
         )
 
 

@@ -1,4 +1,4 @@
-"""Quantized weights on CUDA: int4 with a scale for 32 inputs, int8 or fp8 (e4m3) with a scale per row.
+"""Quantized weights on CUDA that take rows in float16: int4 with a scale for 32 inputs, int8 with a scale per output.
 
 Activations are float16, and weights become float16 in registers just before the tensor cores use them. So quants are
 stored as `mma` instructions need them: in blocks of 16 outputs by 64 inputs, with 16 or 32 bytes for each of 32 lanes.
@@ -7,9 +7,10 @@ Lane 4r + q has the inputs 16q … 16q + 15 of outputs r and r + 8.
     int4    a word for four inputs i = 4t … 4t + 3 of both outputs: input 2p + w of output r + 8h at bit 4h + 8p + 16w.
             Inputs 16q + 8g … 16q + 8g + 7 of all q are a group, with a float16 scale. A quant c means c - 8.
     int8    16 bytes of output r, the 16 of output r + 8 at the same offset of the block's other half. c means c - 128.
-    fp8     the same layout; a byte is an e4m3 number.
 
-A matmul of up to FEW rows reads the quants (`matmul`; from 17 rows on, those of 8 bits with `quantized_tiles`); for
+fp8, whose rows are quantized too, is in `scaled_matmul`.
+
+A matmul of up to FEW rows reads the quants (`matmul`; from 17 rows on, int8 with `quantized_tiles`); for
 more rows it pays to dequantize first (`dequantize_into`).
 """
 
@@ -28,14 +29,16 @@ from headway.kernels.triton import quantized_kernels as kernels
 from headway.kernels.triton.launch import options
 from headway.kernels.triton.quantized_tiles import ByteTile, SplitSums, byte_matmul
 
+BlockKind = Literal["int4", "int8"]
 QuantKind = Literal["int4", "int8", "fp8"]
-KINDS: tuple[QuantKind, ...] = ("int4", "int8", "fp8")
+BLOCK_KINDS: tuple[BlockKind, ...] = ("int4", "int8")
+KINDS: tuple[QuantKind, ...] = (*BLOCK_KINDS, "fp8")
 GROUP = 32
 ROWS, INPUTS = 16, 64  # outputs and inputs of a block
 FEW = 64  # the most rows for which `matmul` beats dequantizing first
 SLICE = 1 << 26  # weights quantized at a time
 INNER = 0.0625  # factor on gated float16 results, which leaves headroom for large values between gate and down
-LABELS = {"int4": f"int4 in groups of {GROUP}", "int8": "int8", "fp8": "fp8"}
+LABELS = {"int4": f"int4 in groups of {GROUP}", "int8": "int8"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,7 @@ class CudaQuantizedMatrix:
     [B, 16] float32. A `gated` matrix, gate above up, has eight gates and their eight ups in each block.
     """
 
-    kind: QuantKind
+    kind: BlockKind
     quants: Tensor
     scales: Tensor
     bias: Tensor | None
@@ -82,10 +85,10 @@ def as_kind(name: str) -> QuantKind:
 
 
 def quantize(
-    weight: Tensor, bias: Tensor | None = None, *, kind: QuantKind, gated: bool = False
+    weight: Tensor, bias: Tensor | None = None, *, kind: BlockKind, gated: bool = False
 ) -> CudaQuantizedMatrix:
     """The quantized matrix, each weight rounded to the nearest. int4 has 16 steps around 0, the first of which is the
-    value of largest magnitude in the group; the largest magnitude of a row is 127 in int8 and 448 in fp8."""
+    value of largest magnitude in the group; the largest magnitude of a row is 127 in int8."""
     n, k = weight.shape
     if k % GROUP:
         raise Unsupported(f"{kind} takes inputs in groups of {GROUP} and this matrix has {k}; leave out quantize=")
@@ -97,12 +100,12 @@ def quantize(
         wide = F.pad(rows.float(), (0, -k % INPUTS, 0, 0, 0, fill))
         blocks = wide.unflatten(2, (-1, 4, 16))  # of inputs: block, q, i
         blocks = blocks.unflatten(0, (-1, 8)).transpose(1, 2) if gated else blocks.squeeze(1).unflatten(0, (-1, 2, 8))
-        parts.append(quantize_blocks(blocks, kind))
+        parts.append(quantize_blocks(blocks))
     quants, scales = (torch.cat(list(some)) for some in zip(*parts, strict=True))
     return CudaQuantizedMatrix(kind, quants, scales, bias, weight.dtype, (n, k), gated)
 
 
-def _four_bits(blocks: Tensor, kind: QuantKind) -> tuple[Tensor, Tensor]:
+def _four_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Words and scales of blocks [B, h, r, C, q, i]."""
     grouped = blocks.unflatten(5, (2, 8)).permute(0, 3, 2, 1, 5, 4, 6).flatten(5)  # [B, C, r, h, g, 32]
     far = grouped.gather(5, grouped.abs().argmax(5, keepdim=True))
@@ -117,14 +120,10 @@ def _four_bits(blocks: Tensor, kind: QuantKind) -> tuple[Tensor, Tensor]:
     return words.contiguous(), scales.squeeze(5).contiguous()
 
 
-def _eight_bits(blocks: Tensor, kind: QuantKind) -> tuple[Tensor, Tensor]:
-    most = 127 if kind == "int8" else torch.finfo(torch.float8_e4m3fn).max
-    scales = blocks.abs().amax((3, 4, 5)) / most  # [B, h, r]
+def _eight_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales = blocks.abs().amax((3, 4, 5)) / 127  # [B, h, r]
     units = blocks / torch.where(scales > 0, scales, 1)[..., None, None, None]
-    if kind == "int8":
-        quants = (torch.round(units) + 128).clamp(1, 255).to(torch.uint8)
-    else:
-        quants = units.clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
+    quants = (torch.round(units) + 128).clamp(1, 255).to(torch.uint8)
     quants = quants.permute(0, 3, 1, 2, 4, 5).contiguous()  # [B, C, h, r, q, i]
     return quants.flatten(3).view(torch.int32), scales.flatten(1)
 
@@ -140,8 +139,7 @@ def dequantize(w: CudaQuantizedMatrix) -> Tensor:
         values = (units * scales).permute(0, 6, 2, 1, 3, 4, 5, 7, 8)
     else:
         stored = w.quants.view(torch.uint8).view(b, c, 2, 8, 4, 16)
-        units = stored.float() - 128 if w.kind == "int8" else stored.view(torch.float8_e4m3fn).float()
-        values = (units * w.scales.view(b, 1, 2, 8, 1, 1)).permute(0, 2, 3, 1, 4, 5)
+        values = ((stored.float() - 128) * w.scales.view(b, 1, 2, 8, 1, 1)).permute(0, 2, 3, 1, 4, 5)
     n, k = w.shape
     values = values.reshape(b, 2, 8, c * INPUTS)
     if w.gated:
@@ -207,7 +205,7 @@ def matmul(
         t = tile if isinstance(tile, QuantizedTile) else pick_row_tile(w.kind, blocks, deep)
         step = 4 * INPUTS * t.inputs
         kernels.matvec[(blocks,)](
-            given, w.quants, w.scales, y, bias, n, K=k, KIND=w.kind, DEEP=t.inputs, GATED=w.gated, ADD=add,
+            given, w.scales, w.quants, w.scales, y, bias, n, K=k, KIND=w.kind, DEEP=t.inputs, GATED=w.gated, ADD=add,
             BIAS=added is not None, FACTOR=factor, SCALE=scale, EVEN=k == step or k % (2 * step) == 0,
             AHEAD=ahead, num_warps=t.warps, **options(ahead),
         )  # fmt: skip
@@ -222,7 +220,7 @@ def matmul(
         sums_at = (w.scales, w.scales) if sums is None else (sums.parts, sums.arrived)
         byte_matmul[cells](
             *tensors, *sums_at, rows, n, blocks,
-            K=k, KIND=w.kind, GATED=w.gated, ADD=add, BIAS=added is not None, BY_ROW=row_bias is not None,
+            K=k, GATED=w.gated, ADD=add, BIAS=added is not None, BY_ROW=row_bias is not None,
             FACTOR=factor, SCALE=scale, BM=tile.rows, BN=tile.outputs, DEEP=tile.deep, SPLITS=tile.splits,
             FIRST=tile.weights_first, PACKED=x.is_cuda, AHEAD=ahead,
             num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
@@ -245,7 +243,7 @@ def columns_for(rows: int) -> int:
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
-def pick_tile(kind: QuantKind, blocks: int, deep: int, columns: int) -> QuantizedTile:
+def pick_tile(kind: BlockKind, blocks: int, deep: int, columns: int) -> QuantizedTile:
     """The fastest tile on an H200 for matrices of about this size. Sums have one order for any number of rows.
 
     Many rows are loaded once for two blocks of outputs.
@@ -253,7 +251,7 @@ def pick_tile(kind: QuantKind, blocks: int, deep: int, columns: int) -> Quantize
     return QuantizedTile(2 if columns == 4 and blocks % 2 == 0 else 1, 4, 4)
 
 
-def pick_row_tile(kind: QuantKind, blocks: int, deep: int) -> QuantizedTile:
+def pick_row_tile(kind: BlockKind, blocks: int, deep: int) -> QuantizedTile:
     """The same for a single row, whose steps are four blocks each."""
     if deep < 64:
         warps = max(1, min(4, triton.next_power_of_2(deep) // 8))

@@ -60,18 +60,7 @@ def _value(w0, w1, h: tl.constexpr, p: tl.constexpr, i: tl.constexpr, KIND: tl.c
     else:
         word = w0 if h == 0 else w1
         byte = (word >> (16 * p + 8 * i)) & 255
-        if KIND == "int8":
-            return (byte - 128).to(tl.float32)
-        else:
-            return _float8(byte)
-
-
-@triton.jit
-def _float8(byte):
-    """The value of an e4m3 byte."""
-    power, part = (byte >> 3) & 15, (byte & 7).to(tl.float32)
-    size = tl.where(power == 0, part * 0.001953125, (1.0 + part * 0.125) * tl.exp2(power.to(tl.float32) - 7.0))
-    return tl.where(byte >= 128, -size, size)
+        return (byte - 128).to(tl.float32)
 
 
 @triton.jit
@@ -183,7 +172,8 @@ def _load_row_quants(at, deep, d, INPUTS: tl.constexpr, EVEN: tl.constexpr):
 def _four(at, scale_at, xat, d, deep, e, K: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
     """Four blocks of inputs from d on, for each of DEEP: words of outputs r and r + 8, and scales."""
     INPUTS: tl.constexpr = (K + 63) // 64
-    WORDS: tl.constexpr = 128 if KIND == "int4" else 256
+    WORDS: tl.constexpr = 128 if KIND == "int4" else 256 if KIND == "int8" else 16
+    HIGH: tl.constexpr = 2 * K if KIND == "fp8" else 128  # from outputs r to r + 8
     at += d * WORDS
     a0 = _load_row_quants(at, deep, d, INPUTS, EVEN)
     b0 = _load_row_quants(at + WORDS, deep, d + 1, INPUTS, EVEN)
@@ -196,30 +186,36 @@ def _four(at, scale_at, xat, d, deep, e, K: tl.constexpr, KIND: tl.constexpr, EV
         else:
             s = tl.load(scale_at + d * 32, mask=d + deep * 4 + e // 4 % 4 < INPUTS, other=0.0)
     else:
-        a1 = _load_row_quants(at + 128, deep, d, INPUTS, EVEN)
-        b1 = _load_row_quants(at + WORDS + 128, deep, d + 1, INPUTS, EVEN)
-        c1 = _load_row_quants(at + 2 * WORDS + 128, deep, d + 2, INPUTS, EVEN)
-        d1 = _load_row_quants(at + 3 * WORDS + 128, deep, d + 3, INPUTS, EVEN)
+        a1 = _load_row_quants(at + HIGH, deep, d, INPUTS, EVEN)
+        b1 = _load_row_quants(at + WORDS + HIGH, deep, d + 1, INPUTS, EVEN)
+        c1 = _load_row_quants(at + 2 * WORDS + HIGH, deep, d + 2, INPUTS, EVEN)
+        d1 = _load_row_quants(at + 3 * WORDS + HIGH, deep, d + 3, INPUTS, EVEN)
     return a0, b0, c0, d0, a1, b1, c1, d1, s
 
 
 @triton.jit
-def _inputs(xat, d, deep, e, K: tl.constexpr, EVEN: tl.constexpr):
+def _inputs(xat, d, deep, e, K: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
     """A lane's eight inputs: of block r // 2 of four, group r % 2, the q-th of its quarters."""
     if EVEN:
-        return tl.load(xat + d * 32)
-    return tl.load(xat + d * 32, mask=(d + deep * 4 + e // 32) * 64 + e // 4 % 4 * 16 + 16 <= K, other=0)
+        x = tl.load(xat + d * 32)
+    else:
+        x = tl.load(xat + d * 32, mask=(d + deep * 4 + e // 32) * 64 + e // 4 % 4 * 16 + 16 <= K, other=0)
+    if KIND == "fp8":
+        return tl.inline_asm_elementwise("cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [x], tl.int32, True, 1)
+    else:
+        return x
 
 
 @triton.jit
 def matvec(
-    x, quants, scales, y, bias, n,
+    x, x_scales, quants, scales, y, bias, n,
     K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One row of x times the matrix, in fewer instructions: the eight columns of an `mma` are groups of its inputs.
 
-    A step is DEEP groups of four blocks, one for each warp.
+    A step is DEEP groups of four blocks, one for each warp. A matrix in fp8 is stored by rows, and x is in fp8 too
+    (`scaled_matmul`): both become float16 on the way.
     """
     launch_next(AHEAD)
     INPUTS: tl.constexpr = (K + 63) // 64
@@ -229,27 +225,32 @@ def matvec(
     start = block.to(tl.int64) * INPUTS
     deep = tl.arange(0, DEEP)[:, None]
     e = tl.arange(0, 128)[None, :]
-    at = quants + (start + deep * 4) * WORDS + e
+    if KIND == "fp8":
+        at = quants + (block.to(tl.int64) * 16 + e // 16) * (K // 4) + deep * 64 + e % 16
+    else:
+        at = quants + (start + deep * 4) * WORDS + e
     scale_at = scales + (start + deep * 4 + e // 4 % 4) * 32 + e // 16 * 4 + e % 4
     xat = x + (deep * 4 + e // 32) * 32 + e // 4 % 4 * 8 + e // 16 % 2 * 4 + e % 4
     total = tl.zeros((DEEP, 128), tl.float32)
     a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, 0, deep, e, K, KIND, EVEN)
     wait(AHEAD)
-    v = _inputs(xat, 0, deep, e, K, EVEN)
+    v = _inputs(xat, 0, deep, e, K, KIND, EVEN)
     if INPUTS <= STEP:
         total = row_sums(total, v, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND)
     else:
         for d in range(0, INPUTS, 2 * STEP):  # two steps: one loads while the other computes
             e0, f0, g0, h0, e1, f1, g1, h1, t = _four(at, scale_at, xat, d + STEP, deep, e, K, KIND, EVEN)
-            w = _inputs(xat, d + STEP, deep, e, K, EVEN)
+            w = _inputs(xat, d + STEP, deep, e, K, KIND, EVEN)
             begun()
             total = row_sums(total, v, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND)
             if d + 2 * STEP < INPUTS:
                 a0, b0, c0, d0, a1, b1, c1, d1, s = _four(at, scale_at, xat, d + 2 * STEP, deep, e, K, KIND, EVEN)
-                v = _inputs(xat, d + 2 * STEP, deep, e, K, EVEN)
+                v = _inputs(xat, d + 2 * STEP, deep, e, K, KIND, EVEN)
             begun()
             total = row_sums(total, w, e0, f0, g0, h0, e1, f1, g1, h1, t, KIND)
     values = tl.sum(tl.reshape(tl.sum(total, 0), (8, 4, 4)), 1) * FACTOR  # [r, (h, -)]
+    if KIND == "fp8":
+        values *= tl.load(x_scales)
     _store_row(values, block, scales, y, bias, n, KIND, GATED, ADD, BIAS, SCALE)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.kernels.triton.launch import launch_next, prefetch, wait
-from headway.kernels.triton.quantized_kernels import _float8
 
 BLOCK = 64  # inputs of a block
 LEAST = 17  # rows from which these kernels are faster
@@ -77,9 +76,9 @@ def pick_byte_tile(rows: int, outputs: int, inputs: int, shared_memory: int) -> 
 
 
 @triton.jit
-def _floats(quants, KIND: tl.constexpr, PACKED: tl.constexpr):
+def _floats(quants, PACKED: tl.constexpr):
     """Bytes as float16, exactly; on a device four at a time."""
-    if PACKED and KIND == "int8":
+    if PACKED:
         return tl.inline_asm_elementwise(
             """
             {
@@ -94,12 +93,8 @@ def _floats(quants, KIND: tl.constexpr, PACKED: tl.constexpr):
             """,
             "=&r,=&r,r", [quants], tl.float16, True, 4,
         )  # fmt: skip
-    elif PACKED:
-        return quants.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif KIND == "int8":
-        return (quants.to(tl.int32) - 128).to(tl.float16)
     else:
-        return _float8(quants.to(tl.int32)).to(tl.float16)
+        return (quants.to(tl.int32) - 128).to(tl.float16)
 
 
 @triton.jit
@@ -113,7 +108,7 @@ def _tile(at, d, inside, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def byte_matmul(
     x, quants, scales, y, bias, parts, arrived, rows, n, blocks,
-    K: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    K: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     BY_ROW: tl.constexpr, FACTOR: tl.constexpr, SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DEEP: tl.constexpr, SPLITS: tl.constexpr, FIRST: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +133,7 @@ def byte_matmul(
         prefetch(quants + start, tl.minimum(BN // 16, blocks - tl.program_id(1) * (BN // 16)) * INPUTS * 1024)
     wait(AHEAD)
     for d in range(split * PART, tl.minimum(split * PART + PART, INPUTS), DEEP):
-        w = _floats(_tile(ws, d * 1024, (d + c // 64 < INPUTS)[None, :], EVEN), KIND, PACKED)
+        w = _floats(_tile(ws, d * 1024, (d + c // 64 < INPUTS)[None, :], EVEN), PACKED)
         v = _tile(xs, d * 64, (d * 64 + c < K)[None, :], EVEN)
         if FIRST:
             total = tl.dot(w, tl.trans(v), total)

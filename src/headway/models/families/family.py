@@ -73,6 +73,7 @@ class Family:
     kv_heads: int | None = None  # when the config is silent; else as many as heads
     inner: int | None = None  # hidden sizes that the feed-forward has when the config is silent
     inner_by_layer: bool = False  # its config may list a size of the feed-forward for each layer
+    gguf_by_layer: bool = False  # its GGUF files may list those, and numbers of key heads
     eps: float | None = None  # when the config is silent
     partial: float = 1.0  # share of a head that is rotated when the config is silent
     tied: bool = False  # when the config is silent
@@ -81,6 +82,7 @@ class Family:
     latent: bool = False  # its GGUF files have latent attention: values narrower than keys, yarn of its own
     experts: bool = False  # files of several families may have one GGUF architecture
     model_types: tuple[str, ...] = ()  # what its config.json calls itself
+    outer: Mapping[str, str] = field(default_factory=dict)  # models that it is the text model of, and its name there
     defaults: Mapping[str, Any] = field(default_factory=dict)  # other keys when the config is silent
     keys: Mapping[str, str] = field(default_factory=dict)  # its spelling of Llama's keys
     gguf_keys: Mapping[str, str] = field(default_factory=dict)

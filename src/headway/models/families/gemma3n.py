@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile
+from headway.kernels.host.rope import Rope
 from headway.models.description import AltUp, Description, KvShape, LayerInputs, PerLayer
 from headway.models.families.family import Each, Family
 from headway.models.families.gemma2 import NORMS
-from headway.models.families.windows import alternating
+from headway.models.families.windows import alternating, gguf_sizes, gguf_windows
 from headway.models.keys import Keys
 from headway.models.rope_keys import local_rope
 
@@ -18,8 +21,13 @@ if TYPE_CHECKING:
 
 LOCAL = 10_000.0  # the rope base of layers with a window
 SPARSE, SHARE = 10, 0.95  # the first layers of a deep model, and the gates that they cut off, when the config is silent
+RANK, KEPT = (
+    64,
+    20,
+)  # of the published models, in files that do not say: beside attention; layers with keys of their own
+DESCRIPTION = Description(norm_place="both", activation="gelu_tanh", attention_scale=1.0)
 # Files may have these for layers that attend to another's keys and values.
-UNUSED = r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"
+UNUSED = r"(model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)|blk\.\d+\.attn_(k|v|k_norm))\.weight"
 
 
 def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
@@ -43,17 +51,56 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
         sparsity=_sparsity(keys, layers),
         scaled=keys.bool("altup_correct_scale", True),
     )
-    description = Description(
-        norm_place="both",
+    description = replace(
+        DESCRIPTION,
         activation=keys.activation("hidden_activation", "gelu_pytorch_tanh"),
         embedding_scale=config.hidden_size**0.5,
-        attention_scale=1.0,
         logit_cap=keys.cap("final_logit_softcapping"),
         ropes=tuple(config.rope if window is None else local for window in windows),
         per_layer=own,
         altup=altup,
     )
     return replace(config, windows=windows, description=description)
+
+
+def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
+    layers = config.layers
+    windows = gguf_windows(keys, layers, every=5)
+    local = Rope(config.rope.dim, keys.float("rope.freq_base_swa", LOCAL))
+    own = PerLayer(
+        kv_from=kv_sources(keys, windows, keys.int("attention.shared_kv_layers", max(0, layers - KEPT))),
+        kv_shapes=(KvShape(config.kv_heads, config.head_dim),) * layers,
+        inners=gguf_sizes(keys, "feed_forward_length", layers),
+        inputs=LayerInputs(keys.size("embedding_length_per_layer_input", 256), config.vocab_size),
+    )
+    altup = AltUp(
+        streams=keys.size("altup.num_inputs", 4, least=2),
+        active=keys.int("altup.active_idx", 0),
+        rank=RANK,
+        sparsity=_gguf_sparsity(keys, layers),
+    )
+    description = replace(
+        DESCRIPTION,
+        embedding_scale=config.hidden_size**0.5,
+        logit_cap=keys.positive("final_logit_softcapping", 30.0),
+        ropes=tuple(config.rope if window is None else local for window in windows),
+        per_layer=own,
+        altup=altup,
+    )
+    return replace(config, windows=windows, description=description)
+
+
+def _gguf_sparsity(keys: Keys, layers: int) -> tuple[float, ...]:
+    """The share of a normal distribution below each layer's limit, which is minus infinity where there is none."""
+    given = keys.get("activation_sparsity_scale")
+    if given is None:
+        return (SHARE,) * min(SPARSE, layers) + (0.0,) * max(0, layers - SPARSE)
+    if len(given) != layers or any(not isinstance(scale, float) or math.isnan(scale) for scale in given):
+        raise BadModelFile(
+            f"GGUF: {keys.prefix}activation_sparsity_scale is {list(given)!r}; it must be a number for each of "
+            f"{layers} layers"
+        )
+    return tuple(NormalDist().cdf(scale) for scale in given)
 
 
 def kv_sources(keys: Keys, windows: tuple[Any, ...], shared: int) -> tuple[int, ...]:
@@ -106,7 +153,9 @@ FAMILY = Family(
     name="gemma3n",
     architectures=("Gemma3nForCausalLM",),
     model_types=("gemma3n_text",),
-    gguf=None,
+    outer={"Gemma3nForConditionalGeneration": "gemma3n_text"},
+    gguf="gemma3n",
+    gguf_by_layer=True,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
@@ -118,6 +167,7 @@ FAMILY = Family(
     tied=True,
     defaults={"final_logit_softcapping": 30.0},
     describe=describe,
+    describe_gguf=describe_gguf,
     ignored=UNUSED,
     parts={
         **NORMS,
@@ -131,5 +181,17 @@ FAMILY = Family(
         "altup_predict": "altup.prediction_coefs.weight",
         "altup_correct": "altup.correction_coefs.weight",
         "altup_scale": "altup.correct_output_scale",
+    },
+    gguf_parts={
+        "altup_spread": "altup_proj.weight",
+        "altup_gather": "altup_unembd_proj.weight",
+        "laurel_down": "laurel_l.weight",
+        "laurel_up": "laurel_r.weight",
+        "laurel_norm": "laurel_post_norm.weight",
+        "altup_norm": "altup_router_norm.weight",
+        "altup_router": "altup_router.weight",
+        "altup_predict": "altup_predict_coef.weight",
+        "altup_correct": "altup_correct_coef.weight",
+        "altup_scale": "altup_correct_scale.weight",
     },
 )

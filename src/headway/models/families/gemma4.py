@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import BadModelFile, Unsupported
 from headway.kernels.host.attention import Window
 from headway.kernels.host.rope import Rope
-from headway.models.description import Description, Experts, KvShape, LayerInputs, PerLayer
+from headway.models.description import Experts, KvShape, LayerInputs, PerLayer
 from headway.models.families.family import Cut, Family
 from headway.models.families.gemma2 import NORMS
-from headway.models.families.gemma3n import UNUSED, kv_sources
-from headway.models.families.windows import alternating
+from headway.models.families.gemma3n import DESCRIPTION, LOCAL, UNUSED, kv_sources
+from headway.models.families.gguf_experts import gguf_experts
+from headway.models.families.windows import alternating, gguf_sizes, gguf_windows
 from headway.models.keys import Keys
 from headway.models.rope_keys import LAYER_TYPES, hf_rope
 
@@ -47,11 +48,10 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
         inputs=LayerInputs(size, vocab) if size else None,
         scaled=True,
     )
-    description = Description(
-        norm_place="both",
+    description = replace(
+        DESCRIPTION,
         activation=keys.activation("hidden_activation", "gelu_pytorch_tanh"),
         embedding_scale=config.hidden_size**0.5,
-        attention_scale=1.0,
         logit_cap=keys.cap("final_logit_softcapping"),
         ropes=ropes,
         per_layer=own,
@@ -60,6 +60,40 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
     return replace(
         config, head_dim=max(s.dim for s in shapes), windows=windows, rope=ropes[-1], description=description
     )
+
+
+def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
+    layers = config.layers
+    windows = gguf_windows(keys, layers, every=6)
+    dims = config.head_dim, keys.size("attention.key_length_swa", config.head_dim)  # without a window, with one
+    heads = gguf_sizes(keys, "attention.head_count_kv", layers)
+    shapes = tuple(KvShape(heads[l], dims[window is not None]) for l, window in enumerate(windows))
+    whole = replace(config.rope, kind="proportional", turned=config.rope.dim // 2)  # the file has divisors for these
+    local = Rope(keys.size("rope.dimension_count_swa", dims[1]), keys.float("rope.freq_base_swa", LOCAL))
+    sources = kv_sources(keys, windows, keys.int("attention.shared_kv_layers", 0))
+    size = keys.size("embedding_length_per_layer_input", 0, least=0)
+    own = PerLayer(
+        kv_from=sources,
+        kv_shapes=shapes,
+        inners=gguf_sizes(keys, "feed_forward_length", layers),
+        keys_as_values=frozenset(
+            l for l in range(layers) if sources[l] == l and f"blk.{l}.attn_v.weight" not in tensors
+        ),
+        inputs=LayerInputs(size, config.vocab_size) if size else None,
+        scaled="blk.0.layer_output_scale.weight" in tensors,
+    )
+    experts = None
+    if keys.int("expert_count", 0):
+        experts = replace(gguf_experts(keys, config), beside_dense=True)
+    description = replace(
+        DESCRIPTION,
+        embedding_scale=config.hidden_size**0.5,
+        logit_cap=keys.cap("final_logit_softcapping"),
+        ropes=tuple(whole if window is None else local for window in windows),
+        per_layer=own,
+        experts=experts,
+    )
+    return replace(config, head_dim=max(dims), windows=windows, rope=whole, description=description)
 
 
 def _shapes(keys: Keys, config: ModelConfig, windows: tuple[Window, ...]) -> tuple[KvShape, ...]:
@@ -115,7 +149,7 @@ def _experts(keys: Keys) -> Experts | None:
     )
 
 
-def _gate_up(place: int) -> Cut:
+def _gate_up(place: int, name: str) -> Cut:
     """Gates and then ups, in a matrix that is stored as [X, 2F, E]."""
 
     def shape(c: ModelConfig) -> tuple[int, ...]:
@@ -127,14 +161,16 @@ def _gate_up(place: int) -> Cut:
         size = shape(c)[1] // 2
         return tensor[:, place * size : (place + 1) * size]
 
-    return Cut("experts.gate_up_proj", shape, take)
+    return Cut(name, shape, take)
 
 
 FAMILY = Family(
     name="gemma4",
     architectures=("Gemma4ForCausalLM",),
     model_types=("gemma4_text",),
-    gguf=None,
+    outer={"Gemma4ForConditionalGeneration": "gemma4_text"},
+    gguf="gemma4",
+    gguf_by_layer=True,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
@@ -143,6 +179,7 @@ FAMILY = Family(
     eps=1e-6,
     tied=True,
     describe=describe,
+    describe_gguf=describe_gguf,
     ignored=UNUSED,
     parts={
         **NORMS,
@@ -150,11 +187,21 @@ FAMILY = Family(
         "router": "router.proj.weight",
         "router_scale": "router.scale",
         "expert_scale": "router.per_expert_scale",
-        "expert_gate": _gate_up(0),
-        "expert_up": _gate_up(1),
+        "expert_gate": _gate_up(0, "experts.gate_up_proj"),
+        "expert_up": _gate_up(1, "experts.gate_up_proj"),
         "expert_down": "experts.down_proj",
         "dense_norm": "post_feedforward_layernorm_1.weight",
         "expert_in_norm": "pre_feedforward_layernorm_2.weight",
         "expert_out_norm": "post_feedforward_layernorm_2.weight",
+    },
+    gguf_parts={
+        "layer_scale": "layer_output_scale.weight",
+        "router_scale": "ffn_gate_inp.scale",
+        "expert_scale": "ffn_down_exps.scale",
+        "expert_gate": _gate_up(0, "ffn_gate_up_exps.weight"),
+        "expert_up": _gate_up(1, "ffn_gate_up_exps.weight"),
+        "dense_norm": "post_ffw_norm_1.weight",
+        "expert_in_norm": "pre_ffw_norm_2.weight",
+        "expert_out_norm": "post_ffw_norm_2.weight",
     },
 )

@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 from headway.kernels.host.rope import Rope
 from headway.models.description import Experts
 from headway.models.families.family import Cut, Family
-from headway.models.families.granite import multipliers
+from headway.models.families.gguf_experts import gguf_experts
+from headway.models.families.granite import gguf_multipliers, multipliers
 from headway.models.families.granite_moe import expert_half
-from headway.models.families.recurrent_parts import mamba2_of, mamba2_parts
+from headway.models.families.recurrent_parts import (
+    gguf_mamba2,
+    gguf_recurrent_layers,
+    gguf_ssm,
+    mamba2_of,
+    mamba2_parts,
+)
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
     from headway.models.config import ModelConfig
 
+BIASED = {"qkv": "attn_q", "o": "attn_output"}
 KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 
 
@@ -42,6 +50,22 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
     return replace(config, intermediate_size=size, description=description)
 
 
+def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
+    rotated, experts = keys.bool("rope.scaling.finetuned", True), None
+    if keys.int("expert_count", 0):
+        shared = keys.size("expert_shared_feed_forward_length", 0, least=0)
+        experts = replace(gguf_experts(keys, config), shared_size=shared, shared_gated=False)
+    description = replace(
+        gguf_multipliers(keys),
+        ropes=None if rotated else (Rope(0),) * config.layers,
+        recurrence=gguf_mamba2(keys, tensors),
+        recurrent_layers=gguf_recurrent_layers(keys, config.layers),
+        experts=experts,
+    )
+    biases = {f"{role}_bias": any(name.endswith(f".{end}.bias") for name in tensors) for role, end in BIASED.items()}
+    return replace(config, description=description, **biases)
+
+
 def _shared(first: bool) -> Cut:
     """Half of the matrix of gates and ups that see every token: the feed-forward of a model without experts."""
 
@@ -59,12 +83,14 @@ FAMILY = Family(
     name="granite-hybrid",
     architectures=("GraniteMoeHybridForCausalLM",),
     model_types=("granitemoehybrid",),
-    gguf=None,
+    gguf="granitehybrid",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     eps=1e-6,
     interleaved_gguf=True,
     describe=describe,
+    describe_gguf=describe_gguf,
+    gguf_parts=gguf_ssm(columns=True),
     parts={
         "router": "block_sparse_moe.router.layer.weight",
         "expert_gate": expert_half(True),

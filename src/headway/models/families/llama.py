@@ -6,6 +6,7 @@ FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
     model_types=("llama",),
+    outer={"LlavaForConditionalGeneration": "llama"},
     gguf="llama",
     qkv_bias="attention_bias",
     o_bias="attention_bias",

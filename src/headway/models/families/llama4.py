@@ -132,6 +132,7 @@ FAMILY = Family(
     name="llama4",
     architectures=("Llama4ForCausalLM",),
     model_types=("llama4_text",),
+    outer={"Llama4ForConditionalGeneration": "llama4_text"},
     gguf="llama4",
     qkv_bias="attention_bias",
     o_bias="attention_bias",

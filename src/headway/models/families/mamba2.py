@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headway.base.errors import BadModelFile
 from headway.models.description import Description, Mamba2
 from headway.models.families.family import Family
-from headway.models.families.recurrent_parts import gguf_ssm, mamba2_parts, step_limits
+from headway.models.families.recurrent_parts import gguf_mamba2, gguf_ssm, mamba2_parts, step_limits
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -38,19 +38,7 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
 
 
 def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
-    heads, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
-    if inner % heads:
-        raise BadModelFile(f"GGUF: {heads} heads (ssm.time_step_rank) cannot share {inner} (ssm.inner_size) evenly")
-    what = Mamba2(
-        heads=heads,
-        head_dim=inner // heads,
-        groups=keys.size("ssm.group_count"),
-        state_size=keys.size("ssm.state_size"),
-        taps=keys.size("ssm.conv_kernel"),
-        conv_bias="blk.0.ssm_conv1d.bias" in tensors,
-        bias="blk.0.ssm_in.bias" in tensors,
-    )
-    return _described(config, what)
+    return _described(config, gguf_mamba2(keys, tensors))
 
 
 def _described(config: ModelConfig, what: Mamba2, activation: str = "silu") -> ModelConfig:

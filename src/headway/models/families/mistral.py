@@ -6,6 +6,7 @@ FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
     model_types=("mistral",),
+    outer={"Mistral3ForConditionalGeneration": "mistral"},
     gguf=None,
     window="all",
     kv_heads=8,

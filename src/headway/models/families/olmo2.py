@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headway.base.errors import Unsupported
+from headway.kernels.host.rope import Rope
 from headway.models.description import Description
 from headway.models.families.family import Family
+from headway.models.families.windows import gguf_windows
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
 
 
 def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
-    if keys.get("attention.sliding_window"):
-        raise Unsupported("GGUF: an olmo2 file with a sliding window is OLMo 3, which is read from folders alone")
-    return replace(config, description=DESCRIPTION)
+    if not keys.get("attention.sliding_window"):
+        return replace(config, description=DESCRIPTION)
+    windows = gguf_windows(keys, config.layers, every=4)  # it is OLMo 3
+    local = Rope(config.rope.dim, keys.float("rope.freq_base_swa", config.rope.theta))
+    ropes = tuple(config.rope if window is None else local for window in windows)
+    return replace(config, family="olmo3", windows=windows, description=replace(DESCRIPTION, ropes=ropes))
 
 
 FAMILY = Family(

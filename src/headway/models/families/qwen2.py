@@ -6,6 +6,7 @@ FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     model_types=("qwen2",),
+    outer={"Qwen2VLForConditionalGeneration": "qwen2_vl_text", "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text"},
     gguf="qwen2",
     qkv_bias=True,
     window="layers",

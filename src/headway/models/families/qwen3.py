@@ -6,6 +6,7 @@ FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     model_types=("qwen3",),
+    outer={"Qwen3VLForConditionalGeneration": "qwen3_vl_text"},
     gguf="qwen3",
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -124,6 +124,22 @@ def mamba2_of(keys: Keys, config: ModelConfig, *, inner: int) -> Mamba2:
     )
 
 
+def gguf_mamba2(keys: Keys, tensors: set[str]) -> Mamba2:
+    """The state-space layers of a GGUF file."""
+    heads, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
+    if inner % heads:
+        raise BadModelFile(f"GGUF: {heads} heads (ssm.time_step_rank) cannot share {inner} (ssm.inner_size) evenly")
+    return Mamba2(
+        heads=heads,
+        head_dim=inner // heads,
+        groups=keys.size("ssm.group_count"),
+        state_size=keys.size("ssm.state_size"),
+        taps=keys.size("ssm.conv_kernel"),
+        conv_bias=any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        bias=any(name.endswith(".ssm_in.bias") for name in tensors),
+    )
+
+
 def recurrent_shape(c: ModelConfig, role: str) -> tuple[int, ...]:
     """The shape of a role in the recurrent layers of a model."""
     return layer_shapes(c, c.recurrent_layers[0])[role]

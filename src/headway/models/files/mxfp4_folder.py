@@ -92,11 +92,15 @@ class Mxfp4Folder(Closing):
 
     def row_parts(self, name: str, rows: np.ndarray) -> QuantizedParts:
         """The quants and scales of outputs, which are counted over all experts."""
+        packed, scales = self.packed_rows(name, rows)
+        quants = np.stack((packed & 15, packed >> 4), -1).reshape(len(rows), -1)
+        return QuantizedParts(quants, scales, None, bits=4, group=GROUP, zero=FP4[0])
+
+    def packed_rows(self, name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes and scales of outputs as they are stored, [n, K / 2] and [n, K / 32]."""
         _, k, _ = self._shapes[name]
         packed = self.files.any_span(name + BLOCKS).bytes().reshape(-1, k // 2)[rows]
-        quants = np.stack((packed & 15, packed >> 4), -1).reshape(len(rows), k)
-        scales = self.files.any_span(name + SCALES).bytes().reshape(-1, k // GROUP)[rows]
-        return QuantizedParts(quants, scales, None, bits=4, group=GROUP, zero=FP4[0])
+        return packed, self.files.any_span(name + SCALES).bytes().reshape(-1, k // GROUP)[rows]
 
     def close(self) -> None:
         self.files.close()

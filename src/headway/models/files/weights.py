@@ -97,9 +97,12 @@ def open_weights(path: str | os.PathLike[str]) -> Folder | GgufWeights:
 
 
 def _open_folder(folder: Path) -> Folder:
-    scheme = read_scheme(read_json(folder / "config.json"))
+    from headway.models.nested import outer_family  # which reads files' metadata
+
+    config = read_json(folder / "config.json")
+    scheme = read_scheme(config)
     if scheme is None:
-        return SafetensorsWeights(folder)
+        return SafetensorsWeights(folder, text=outer_family(config) is not None)
     if scheme.form == "mxfp4":
         from headway.models.files.mxfp4_folder import Mxfp4Folder
 
@@ -163,16 +166,19 @@ class GgufWeights(Closing):
 class SafetensorsWeights(Closing):
     """The tensors of a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
-    If both exist the single file is used, as Hugging Face does. `single` is its name.
+    If both exist the single file is used, as Hugging Face does. `single` is its name. With `text` there are the tensors
+    of the text model alone, by its own names.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], single: str = SINGLE) -> None:
+    def __init__(self, folder: str | os.PathLike[str], single: str = SINGLE, *, text: bool = False) -> None:
         self.folder, self._single = Path(folder), single
         self._maps: dict[Path, mmap.mmap] = {}
         self._entries: dict[str, Entry] = {}
         self._closed = False
         try:
             self._read()
+            if text:
+                self._keep_text()
         except BaseException:
             self.close()
             raise
@@ -228,6 +234,11 @@ class SafetensorsWeights(Closing):
             self._read_shards(self.folder / INDEX)
         else:
             _refuse_folder(self.folder)
+
+    def _keep_text(self) -> None:
+        from headway.models.nested import text_names
+
+        self._entries = {own: self._entries[name] for own, name in text_names(self._entries).items()}
 
     def _read_shards(self, index: Path) -> None:
         places = read_index(index)

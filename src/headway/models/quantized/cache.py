@@ -29,14 +29,21 @@ from headway.base.text import format_bytes
 from headway.kernels.host.quantized import QuantizedMatrix
 from headway.models.config import ModelConfig
 from headway.models.files.weights import Weights
-from headway.models.quantized.cpu import ALL_MATRICES, VECTORS, QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.cpu import (
+    ALL_MATRICES,
+    OUTER_MATRICES,
+    OUTER_VECTORS,
+    VECTORS,
+    QuantizedDecoder,
+    QuantizedLayer,
+)
 
-VERSION = 3  # of this format, and of what repacking makes
+VERSION = 4  # of this format, and of what repacking makes
 MAGIC = b"headway weights\n"
 LEAST = 16 << 20  # bytes of a model that is worth a file
 CHUNK = 1 << 16  # bytes that share a sum
 _LOG = logging.getLogger(LOGGER)
-OUTER = ("final_norm", "inv_freq", "final_norm_bias", "positions")
+OUTER = ("final_norm", "inv_freq", *OUTER_VECTORS)
 
 
 class DamagedCache(ValueError):
@@ -126,6 +133,7 @@ def _matrices(decoder: QuantizedDecoder) -> Iterator[tuple[str, QuantizedMatrix]
     yield "embedding", decoder.embedding
     if decoder.output is not decoder.embedding:
         yield "output", decoder.output
+    yield from decoder.outer_matrices().items()
     for i, layer in enumerate(decoder.layers):
         for name in ALL_MATRICES:
             if (matrix := getattr(layer, name)) is not None:
@@ -151,12 +159,14 @@ def _rebuilt(
         parts |= {name: vectors.get(f"{i}.{name}") for name in VECTORS}
         layers.append(QuantizedLayer(**parts))
     embedding = matrices["embedding"]
+    outer: dict[str, Any] = {name: vectors[name] for name in OUTER if name in vectors}
+    outer |= {name: matrices[name] for name in OUTER_MATRICES if name in matrices}
     return QuantizedDecoder(
         config=config,
         embedding=embedding,
         layers=tuple(layers),
         output=matrices.get("output", embedding),
-        **{name: vectors[name] for name in OUTER if name in vectors},
+        **outer,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -14,21 +15,29 @@ from headway.base.system.device import CPU, Device
 from headway.kernels.host.quantized import LANES, QuantizedMatrix
 from headway.models.any_decoder import AnyDecoder
 from headway.models.config import ModelConfig
-from headway.models.weights.shapes import layer_shapes
+from headway.models.weights.shapes import Shapes, layer_shapes, model_shapes
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 EXPERT_MATRICES = ("router", "expert_gate", "expert_up", "expert_down")
 SHARED_MATRICES = ("shared_gate", "shared_up", "shared_down", "shared_router")
 LATENT_MATRICES = ("q_down", "q_up", "kv_down", "key_up", "value_up")
 MIXER_MATRICES = ("attention_gate", "mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate", "mix_out")
+STREAM_MATRICES = ("laurel_down", "laurel_up", "altup_router", "altup_predict", "altup_correct")
+INPUT_MATRICES = ("input_gate", "input_out")
 ALL_MATRICES = MATRICES + EXPERT_MATRICES + SHARED_MATRICES + LATENT_MATRICES + MIXER_MATRICES
+ALL_MATRICES += STREAM_MATRICES + INPUT_MATRICES
 NORMS = ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm")
 VECTORS = (*NORMS, *(f"{norm}_bias" for norm in NORMS), "q_norm", "k_norm", "sinks")
 VECTORS += ("q_down_norm", "kv_down_norm", "router_correction")
-VECTORS += ("conv", "conv_bias", "step_bias", "rate", "skip", "mix_norm")
+MIXER_VECTORS = ("conv", "conv_bias", "step_bias", "rate", "skip", "mix_norm")
+VECTORS += MIXER_VECTORS
+VECTORS += ("post_input_norm", "layer_scale", "laurel_norm", "altup_norm", "altup_scale")
+VECTORS += ("dense_norm", "expert_in_norm", "expert_out_norm", "router_scale", "expert_scale")
+OUTER_VECTORS = ("final_norm_bias", "positions", "input_projection_norm")
+OUTER_MATRICES = ("token_inputs", "input_projection", "altup_spread", "altup_gather")
 PHASES = {"o": "output projection", "mix_out": "output projection"}
 PHASES |= dict.fromkeys(("q", "k", "v", "q_norm", "k_norm", "q_down_norm", "kv_down_norm"), "qkv")
-PHASES |= dict.fromkeys((*LATENT_MATRICES, *MIXER_MATRICES[:-1]), "qkv") | dict.fromkeys(VECTORS[-6:], "qkv")
+PHASES |= dict.fromkeys((*LATENT_MATRICES, *MIXER_MATRICES[:-1], *MIXER_VECTORS), "qkv")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +75,13 @@ class QuantizedLayer:
     mix_step: QuantizedMatrix | None = None
     mix_gate: QuantizedMatrix | None = None
     mix_out: QuantizedMatrix | None = None
+    input_gate: QuantizedMatrix | None = None
+    input_out: QuantizedMatrix | None = None
+    laurel_down: QuantizedMatrix | None = None
+    laurel_up: QuantizedMatrix | None = None
+    altup_router: QuantizedMatrix | None = None
+    altup_predict: QuantizedMatrix | None = None
+    altup_correct: QuantizedMatrix | None = None
     input_norm: np.ndarray | None = None
     mlp_norm: np.ndarray | None = None
     post_attention_norm: np.ndarray | None = None
@@ -86,6 +102,16 @@ class QuantizedLayer:
     rate: np.ndarray | None = None
     skip: np.ndarray | None = None
     mix_norm: np.ndarray | None = None
+    post_input_norm: np.ndarray | None = None
+    layer_scale: np.ndarray | None = None  # [1]
+    laurel_norm: np.ndarray | None = None
+    altup_norm: np.ndarray | None = None
+    altup_scale: np.ndarray | None = None
+    dense_norm: np.ndarray | None = None
+    expert_in_norm: np.ndarray | None = None
+    expert_out_norm: np.ndarray | None = None
+    router_scale: np.ndarray | None = None
+    expert_scale: np.ndarray | None = None  # [X]
 
     def matrices(self) -> list[QuantizedMatrix]:
         return [w for name in ALL_MATRICES if (w := getattr(self, name)) is not None]
@@ -104,9 +130,10 @@ class QuantizedLayer:
     def check(self, at: str, c: ModelConfig, layer: int) -> None:
         """Raise for a weight that does not fit the config; `at` goes before its name."""
         shapes = layer_shapes(c, layer)
-        if (self.q_norm is None) != (self.k_norm is None):
+        own = c.description.per_layer
+        if own is None and (self.q_norm is None) != (self.k_norm is None):
             raise InvalidInput(f"the layer {at[:-1]!r} has a norm for one of q and k; both or none are needed")
-        if self.q_norm is not None:  # a layer may have norms that its config does not speak of
+        if own is None and self.q_norm is not None:  # a layer may have norms that its config does not speak of
             shapes = {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,), **shapes}
         for name in ALL_MATRICES + VECTORS:
             weight, shape = getattr(self, name), shapes.get(name)
@@ -139,6 +166,11 @@ class QuantizedDecoder(AnyDecoder):
     inv_freq: np.ndarray  # [rope dim / 2], or with a row for each layer where its description has ropes
     final_norm_bias: np.ndarray | None = None
     positions: np.ndarray | None = None  # [max positions, E]
+    token_inputs: QuantizedMatrix | None = None  # [V', L P], of all layers that there were
+    input_projection: QuantizedMatrix | None = None  # [L P, E]
+    input_projection_norm: np.ndarray | None = None  # [P]
+    altup_spread: QuantizedMatrix | None = None  # [n - 1, E, E], as experts lie
+    altup_gather: QuantizedMatrix | None = None
 
     @property
     def device(self) -> Device:
@@ -156,7 +188,17 @@ class QuantizedDecoder(AnyDecoder):
         for layer in self.layers:
             parts = layer.nbytes()
             size = {phase: size[phase] + parts[phase] for phase in size}
-        return {**size, "head": self.output.nbytes, "embed": 0 if self.positions is None else self.positions.nbytes}
+        size["feed-forward"] += _bytes(self.input_projection, self.input_projection_norm)
+        embed = _bytes(self.positions, self.token_inputs, self.altup_spread)
+        return {**size, "head": self.output.nbytes + _bytes(self.altup_gather), "embed": embed}
+
+    def outer_matrices(self) -> dict[str, QuantizedMatrix]:
+        """The matrices outside of layers besides embedding and output, by role."""
+        return {name: w for name in OUTER_MATRICES if (w := getattr(self, name)) is not None}
+
+    def outer_vectors(self) -> dict[str, np.ndarray]:
+        """The vectors outside of layers besides the final norm, by role."""
+        return {name: v for name in OUTER_VECTORS if (v := getattr(self, name)) is not None}
 
     def first_layers(self, count: int) -> QuantizedDecoder:
         """The first layers of the model, with its embedding and head."""
@@ -189,27 +231,51 @@ class QuantizedDecoder(AnyDecoder):
             _check_floats("final_norm_bias", self.final_norm_bias, e)
         if self.positions is not None:
             _check_floats("positions", self.positions, c.max_positions, e)
-        ropes = () if c.description.ropes is None else (c.layers,)
-        _check_floats("inv_freq", self.inv_freq, *ropes, c.rope.dim // 2)
+        self._check_outer(model_shapes(c))
+        ropes = c.description.ropes
+        widest = max(rope.dim for rope in (c.rope, *(ropes or ())))
+        _check_floats("inv_freq", self.inv_freq, *(() if ropes is None else (c.layers,)), widest // 2)
         for i, layer in enumerate(self.layers):
             layer.check(f"layers.{i}.", c, i)
+
+    def _check_outer(self, shapes: Shapes) -> None:
+        """Check what each layer takes a part of; the first layers of a model have that of all."""
+        held: dict[str, Any] = {**self.outer_matrices(), **self.outer_vectors()}
+        for name in (*OUTER_MATRICES, "input_projection_norm"):
+            weight, shape = held.get(name), shapes.get(name)
+            if (weight is None) != (shape is None):
+                what = "is missing" if weight is None else "is not one that this config has"
+                raise InvalidInput(f"the weight {name!r} {what}")
+            if weight is None or shape is None:
+                continue
+            if len(shape) == 1:
+                _check_floats(name, weight, *shape)
+                continue
+            n, k = interleaved_shape(shape)
+            whole = {"token_inputs": (n, max(k, weight.k)), "input_projection": (max(n, weight.n), k)}
+            _check_matrix(name, weight, whole.get(name, (n, k)))
 
     def formats(self) -> tuple[str, ...]:
         """The weight formats in use, most bytes first."""
         size: dict[str, int] = {}
-        for w in (self.output, *(w for layer in self.layers for w in layer.matrices())):
+        outer = (self.output, *self.outer_matrices().values())
+        for w in (*outer, *(w for layer in self.layers for w in layer.matrices())):
             size[w.label] = size.get(w.label, 0) + w.nbytes
         return tuple(sorted(size, key=lambda label: -size[label]))
 
     def arrays(self) -> list[np.ndarray]:
         """Every array, in a fixed order."""
-        more = (self.final_norm_bias, self.positions)
-        arrays = [self.final_norm, self.inv_freq, *(t for t in more if t is not None)]
+        arrays = [self.final_norm, self.inv_freq, *self.outer_vectors().values()]
         for layer in self.layers:
             arrays += layer.vectors()
-        for w in (self.embedding, self.output, *(w for layer in self.layers for w in layer.matrices())):
+        outer = (self.embedding, self.output, *self.outer_matrices().values())
+        for w in (*outer, *(w for layer in self.layers for w in layer.matrices())):
             arrays += w.arrays()
         return arrays
+
+
+def _bytes(*weights: QuantizedMatrix | np.ndarray | None) -> int:
+    return sum(w.nbytes for w in weights if w is not None)
 
 
 # -- checks before native code reads the weights ---------------------------------------------------------------------

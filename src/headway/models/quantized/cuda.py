@@ -14,14 +14,19 @@ from typing import Any, cast
 import torch
 
 from headway.base.errors import Unsupported
-from headway.kernels.triton.quantized import QuantKind, matmul, quantize
+from headway.kernels.reference.quantized import e4m3_rows
+from headway.kernels.triton import quantized
+from headway.kernels.triton.fp8 import scaled_matmul, scaled_rows
+from headway.kernels.triton.fp8.scaled_rows import ScaledRows
+from headway.kernels.triton.launch import shared_memory
+from headway.kernels.triton.quantized import BlockKind, QuantKind
 from headway.models.decoder import Decoder
 from headway.models.layers import DecoderLayer
 from headway.models.weights.load import LoadProgress
 from headway.models.weights.load_tensors import load_model
 
 MATRICES = ("qkv", "out", "gate_up", "down")
-HEAD: QuantKind = "int8"
+HEAD: BlockKind = "int8"
 WIDTHS = (160, 512, 1536)  # inputs of the matrices that are tested
 NEAR = 0.01  # the relative error allowed in a test matmul
 LEAST = {"int4": (8, 0), "int8": (8, 0), "fp8": (8, 9)}  # compute capability: tensor cores, and fp8
@@ -43,8 +48,15 @@ def quantize_decoder(decoder: Decoder, kind: QuantKind) -> Decoder:
 
 
 def _with_head(decoder: Decoder) -> Decoder:
-    output: Any = quantize(decoder.output, kind=HEAD)
+    output: Any = quantized.quantize(decoder.output, kind=HEAD)
     return replace(decoder, output=output)
+
+
+def quantize(weight: torch.Tensor, bias: torch.Tensor | None, *, kind: QuantKind, gated: bool = False) -> Any:
+    """A matrix of a layer in this format."""
+    if kind == "fp8":
+        return scaled_matmul.quantize(weight, bias, gated=gated)
+    return quantized.quantize(weight, bias, kind=kind, gated=gated)
 
 
 def _layer(layer: DecoderLayer, kind: QuantKind) -> DecoderLayer:
@@ -75,16 +87,30 @@ def _try(device: torch.device, kind: QuantKind) -> None:
     generator = torch.Generator().manual_seed(0)
     for width, gated in itertools.product(WIDTHS, (False, True)):
         weight, x = (torch.randn(n, width, generator=generator).to(device) for n in (64, 20))
-        w = quantize(weight, kind=kind, gated=gated)
-        exact = x.half().float() @ w.weight.float().t()
+        w = quantize(weight, None, kind=kind, gated=gated)
+        rows = e4m3_rows(x) if kind == "fp8" else (x.half(), 1)
+        exact = (rows[0].float() * rows[1]) @ w.weight.float().t()
         if gated:
             gate, up = exact.chunk(2, 1)
             exact = torch.nn.functional.silu(gate) * up
-        for rows in (1, 3, 20):
-            y = torch.empty(rows, exact.shape[1], device=device)
-            matmul(x[:rows].half(), w, y, alone=True)
-            if not float((y - exact[:rows]).norm()) <= NEAR * float(exact[:rows].norm()):
+        for count in (1, 3, 20):
+            y = torch.empty(count, exact.shape[1], device=device)
+            _multiply(x[:count], w, y)
+            if not float((y - exact[:count]).norm()) <= NEAR * float(exact[:count].norm()):
                 raise Unsupported(
                     f"the matmul of {kind} weights is wrong with this version of Triton on {device}; "
                     "use another version, or leave out quantize="
                 )
+
+
+def _multiply(x: torch.Tensor, w: Any, y: torch.Tensor) -> None:
+    if w.kind != "fp8":
+        quantized.matmul(x.half(), w, y, alone=True)
+        return
+    rows = ScaledRows.empty(len(x), x.shape[1], x.device)
+    scaled_rows.quantize(x, rows)
+    if len(x) == 1:
+        scaled_matmul.matvec(rows, w, y)
+    else:
+        tile = scaled_matmul.pick_tile(len(x), w, shared_memory(x.device))
+        scaled_matmul.matmul(rows, w, y, tile, sums=scaled_matmul.split_sums(x.device))

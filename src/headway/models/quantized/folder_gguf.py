@@ -96,7 +96,8 @@ class FolderAsGguf:
 def _family_of(path: Path, config: ModelConfig) -> Family:
     family = by_name(LLAMA_FILES.get(config.family, config.family))
     other_order = config.interleaved_weights and not family.interleaved_gguf
-    if family.gguf is None or other_order or config.description.latent or config.recurrent_layers:
+    own_layers = config.description.latent or config.description.per_layer or config.recurrent_layers
+    if family.gguf is None or other_order or own_layers:
         raise Unsupported(f"{path} is a {config.family} model, of which no GGUF file is written; use int8, int4 or fp8")
     return by_gguf(family.gguf, experts=config.description.experts is not None)
 
@@ -149,6 +150,7 @@ def _keys(c: ModelConfig) -> dict[str, MetaItem]:
         "attention.value_length": c.head_dim,
         "attention.layer_norm_rms_epsilon": c.norm_eps,
         "attention.sliding_window": windows[0] if windows else None,
+        "attention.sliding_window_pattern": [window is not None for window in c.windows] if windows else None,
         "attn_logit_softcapping": d.attention_cap,
         "final_logit_softcapping": d.logit_cap,
         "embedding_scale": d.embedding_scale,

@@ -14,7 +14,14 @@ from headway.models.decoder import Decoder
 from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.experts import ExpertWeights
 from headway.models.layers import DecoderLayer, Linear
-from headway.models.quantized.cpu import VECTORS, QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.cpu import (
+    INPUT_MATRICES,
+    OUTER_MATRICES,
+    STREAM_MATRICES,
+    VECTORS,
+    QuantizedDecoder,
+    QuantizedLayer,
+)
 from headway.models.recurrent import GatedDeltaMixer
 from headway.models.weights.shapes import layer_shapes
 
@@ -29,6 +36,7 @@ def interleave_decoder(decoder: Decoder) -> QuantizedDecoder:
         outer = {n: _floats(t) for n in ("final_norm_bias", "positions") if (t := getattr(decoder, n)) is not None}
         bias = None if decoder.output_bias is None else from_tensor(decoder.output_bias)
         inv_freq = decoder.inv_freq if c.description.ropes is not None else decoder.inv_freq[0]
+        outer |= _outer(decoder)
     if decoder.output is not decoder.embedding or bias is not None:
         output = interleave_floats(from_tensor(decoder.output), bias)
     return QuantizedDecoder(
@@ -50,8 +58,9 @@ def _layer(decoder: Decoder, layer: DecoderLayer, i: int) -> QuantizedLayer:
     if latent := decoder.config.description.latent:
         parts |= _latent(layer, "q_down" if latent.query_size else "q")
     elif layer.qkv.nbytes:
-        heads = [n * layer.head_dim for n in (layer.heads, layer.kv_heads, layer.kv_heads)]
-        stacks.append((("q", "k", "v"), layer.qkv, heads))
+        heads = {"q": layer.heads, "k": layer.kv_heads, "v": layer.kv_heads}
+        made = tuple(role for role in heads if role in layer_shapes(decoder.config, i))
+        stacks.append((made, layer.qkv, [heads[role] * layer.head_dim for role in made]))
     if layer.out.nbytes:
         stacks.append((("o",), layer.out, [len(layer.out.weight)]))
     parts |= _mixer(layer)
@@ -60,7 +69,11 @@ def _layer(decoder: Decoder, layer: DecoderLayer, i: int) -> QuantizedLayer:
         stacks.append((("gate", "up"), layer.gate_up, [inner, inner]) if gated else (("up",), layer.gate_up, [inner]))
         stacks.append((("down",), layer.down, [len(layer.down.weight)]))
     elif experts is not None:
-        parts |= _experts(experts, layer)
+        parts |= _experts(experts, layer.gate_up, layer.down)
+    if (beside := getattr(layer, "beside", None)) is not None:
+        parts |= _experts(beside.experts, beside.gate_up, beside.down)
+    roles = [role for role in (*INPUT_MATRICES, *STREAM_MATRICES) if role in layer_shapes(decoder.config, i)]
+    parts |= {role: _matrix(getattr(layer, role)) for role in roles}
     for names, linear, rows in stacks:
         parts |= _stack(at, names, linear, rows)
     return QuantizedLayer(**parts, **_vectors(decoder, layer, i))
@@ -69,7 +82,9 @@ def _layer(decoder: Decoder, layer: DecoderLayer, i: int) -> QuantizedLayer:
 def _vectors(decoder: Decoder, layer: DecoderLayer, i: int) -> dict[str, Any]:
     """The norms and sinks that the layer uses."""
     shapes, vectors = layer_shapes(decoder.config, i), {}
-    owners = (layer, getattr(layer, "experts", None), getattr(layer, "mixer", None))
+    beside = getattr(layer, "beside", None)
+    owners = (layer, getattr(layer, "experts", None), getattr(layer, "mixer", None), beside)
+    owners = (*owners, getattr(beside, "experts", None))
     for name in VECTORS:
         key = "correction" if name == "router_correction" else name
         value = next((v for owner in owners if (v := getattr(owner, key, None)) is not None), None)
@@ -100,13 +115,24 @@ def _mixer(layer: Any) -> dict[str, QuantizedMatrix]:
     return {**matrices, "mix_out": _matrix(mixer.mix_out)}
 
 
-def _experts(experts: ExpertWeights, layer: DecoderLayer) -> dict[str, QuantizedMatrix]:
-    size = layer.down.weight.shape[-1]
+def _outer(decoder: DescribedDecoder) -> dict[str, Any]:
+    """What layers that differ from each other have outside of them."""
+    held = {role: w for role in OUTER_MATRICES if (w := getattr(decoder, role, None)) is not None}
+    made: dict[str, Any] = {
+        role: _stacked_experts(Linear(w)) if w.ndim == 3 else interleave_floats(from_tensor(w))
+        for role, w in held.items()
+    }
+    norm = getattr(decoder, "input_projection_norm", None)
+    return made if norm is None else made | {"input_projection_norm": _floats(norm)}
+
+
+def _experts(experts: ExpertWeights, gate_up: Linear, down: Linear) -> dict[str, QuantizedMatrix]:
+    size = down.weight.shape[-1]
     gate, up = (
-        Linear(layer.gate_up.weight[:, rows], None if layer.gate_up.bias is None else layer.gate_up.bias[:, rows])
+        Linear(gate_up.weight[:, rows], None if gate_up.bias is None else gate_up.bias[:, rows])
         for rows in (slice(None, size), slice(size, None))
     )
-    parts = {"expert_gate": gate, "expert_up": up, "expert_down": layer.down}
+    parts = {"expert_gate": gate, "expert_up": up, "expert_down": down}
     matrices = {name: _stacked_experts(part) for name, part in parts.items()}
     matrices["router"] = _matrix(experts.router)
     if experts.shared_gate_up is not None and experts.shared_down is not None:

@@ -18,15 +18,16 @@ from headway.base.dataclass import dataclass
 from headway.kernels.host.quantized import QuantizedMatrix
 from headway.kernels.reference import ordered
 from headway.kernels.reference.ordered_matmul import OrderedMatrix
-from headway.kernels.reference.quantized import dequantize, dequantize_rows, tensor
+from headway.kernels.reference.quantized import dequantize, dequantize_rows, e4m3_rows, tensor
 from headway.models.config import ModelConfig
 from headway.models.decoder import Attention, Decoder
 from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.description import PLAIN, NormKind
-from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts
+from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts, ScaledExperts
 from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.quantized.cpu import NORMS as LAYER_NORMS
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.quantized.reference_kinds import OrderedLatentLayer, latent_parts, mixer_of
 from headway.models.variants.latent import LatentDecoder, LatentLayer
 from headway.models.variants.tempered import TemperedDecoder, TemperedLayer
@@ -63,6 +64,10 @@ def _decoder_kind(config: ModelConfig, quantized: bool) -> Any:
     d = config.description
     if d == PLAIN:
         return OrderedDecoder if quantized else Decoder
+    if d.per_layer is not None:
+        from headway.models.quantized.reference_per_layer import decoder_kind
+
+        return decoder_kind(config, quantized=quantized)
     if d.recurrence is not None:
         from headway.models.variants.hybrid import HybridDecoder
 
@@ -86,16 +91,26 @@ def _norm_kind(config: ModelConfig) -> NormKind:
 def _described_parts(model: QuantizedDecoder, quantized: bool) -> dict[str, Any]:
     """What a described decoder has besides layers; an ordered output matrix adds its own bias."""
     rows, bias = tensor(model.inv_freq), model.output.bias
-    extras = {n: tensor(v) for n in ("final_norm_bias", "positions") if (v := getattr(model, n)) is not None}
+    extras: dict[str, Any] = {name: tensor(vector) for name, vector in model.outer_vectors().items()}
     if bias is not None and not quantized:
         extras["output_bias"] = tensor(bias)
+    if model.config.description.per_layer is not None:
+        from headway.models.quantized.reference_per_layer import outer_parts
+
+        extras |= outer_parts(model, quantized=quantized)
     return {"inv_freq": rows if rows.ndim == 2 else rows.expand(model.config.layers, -1), **extras}
+
+
+def _dense_experts(layer: DescribedLayer) -> DescribedLayer:
+    """The layer with experts in floats."""
+    names = [name for name in ("gate_up", "down") if isinstance(getattr(layer, name), Fp4Experts)]
+    return replace(layer, **{name: getattr(layer, name).dense() for name in names})
 
 
 def float_decoder(decoder: Decoder) -> Decoder:
     """A decoder of any device and dtype in float32 on the CPU.
 
-    Matrices in a format of CUDA devices are dequantized, and take activations rounded to float16, as there.
+    Matrices in a format of CUDA devices are dequantized, and take activations as there: in fp8, or rounded to float16.
     """
 
     def wide(x: Tensor) -> Tensor:
@@ -104,14 +119,15 @@ def float_decoder(decoder: Decoder) -> Decoder:
     def linear(x: Any) -> Linear:
         kept = isinstance(x, Linear)
         weight = wide(x.weight if kept else replace(x, dtype=torch.float32).weight)
-        return (Linear if kept else HalfLinear)(weight, None if x.bias is None else wide(x.bias))
+        make = Linear if kept else ScaledLinear if x.kind == "fp8" else HalfLinear
+        return make(weight, None if x.bias is None else wide(x.bias))
 
     def layer(x: DecoderLayer) -> DecoderLayer:
         parts: dict[str, Any] = {n: None if (w := getattr(x, n)) is None else wide(w) for n in NORMS}
         return replace(x, **parts, **{n: linear(getattr(x, n)) for n in MATRICES})
 
     if isinstance(decoder, DescribedDecoder):
-        return mapped(decoder, wide)
+        return mapped(replace(decoder, layers=tuple(map(_dense_experts, decoder.layers))), wide)
     embedding, output = wide(decoder.embedding), decoder.output
     head: Any = wide(output) if isinstance(output, Tensor) else linear(output)
     return Decoder(
@@ -129,6 +145,14 @@ class HalfLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x.half().float())
+
+
+class ScaledLinear(Linear):
+    """A matrix that takes activations in fp8, with a scale for each row."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        quants, scales = e4m3_rows(x)
+        return super().__call__(quants.float() * scales)
 
 
 def reference_bytes(decoder: Decoder) -> int:
@@ -236,6 +260,13 @@ class OrderedWeightedExperts(OrderedExperts, InputWeightedExperts):
         return InputWeightedExperts.route(self, h)
 
 
+class OrderedScaledExperts(ScaledExperts, OrderedExperts):
+    """Experts with scaled routers whose sums all have a fixed order."""
+
+    def unit(self, h: Tensor) -> Tensor:
+        return ordered.unit_norm(h, self.eps)
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertMatrices:
     """The matrices of each expert."""
@@ -299,22 +330,23 @@ def _described_layer(model: QuantizedDecoder, layer: QuantizedLayer, quantized: 
     if vectors["mlp_norm"] is None:
         vectors["mlp_norm"] = vectors["input_norm"] if c.description.one_norm else vectors["post_mlp_norm"]
     feed_forward: dict[str, Any] = {}
-    if layer.router is None and layer.down is not None:
+    shape = c.kv_shape(model.layers.index(layer))
+    if layer.down is not None:
         feed_forward["gate_up"] = stack([w for w in (layer.gate, layer.up) if w is not None])
-        feed_forward["down"] = stack([_given(layer.down)])
+        feed_forward["down"] = stack([layer.down])
     elif layer.router is not None:
-        feed_forward = _experts(model, layer, quantized)
+        feed_forward = experts_of(model, layer, quantized=quantized)
     none = Linear(torch.empty(0, 0))
     if layer.router is None and layer.down is None:
         feed_forward = {"gate_up": none, "down": none}
     parts, make = _kind_of_layer(model, layer, stack, quantized)
     if "qkv" not in parts:
-        parts["qkv"] = none if layer.q is None else stack([layer.q, _given(layer.k), _given(layer.v)])
+        parts["qkv"] = none if layer.q is None else stack([w for w in (layer.q, layer.k, layer.v) if w is not None])
     return make(
         out=none if layer.o is None else stack([layer.o]),
         heads=c.heads,
-        kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
+        kv_heads=shape.heads,
+        head_dim=shape.dim,
         eps=c.norm_eps,
         description=_from_zero(c).description,
         **vectors,
@@ -328,6 +360,10 @@ def _kind_of_layer(
 ) -> tuple[dict[str, Any], Any]:
     """What a layer has besides a described layer's parts, and its class."""
     d = model.config.description
+    if d.per_layer is not None:
+        from headway.models.quantized.reference_per_layer import layer_parts
+
+        return layer_parts(model, layer, stack, quantized=quantized)
     if d.recurrence is not None:
         from headway.models.variants.hybrid import HybridLayer
 
@@ -342,7 +378,7 @@ def _kind_of_layer(
     return {}, OrderedDescribedLayer if quantized else DescribedLayer
 
 
-def _experts(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) -> dict[str, Any]:
+def experts_of(model: QuantizedDecoder, layer: QuantizedLayer, *, quantized: bool) -> dict[str, Any]:
     """The experts of a layer, and their matrices."""
     c, what, stack = model.config, model.config.description.experts, StackedMatrices.of if quantized else _dense
     assert what is not None
@@ -361,6 +397,10 @@ def _experts(model: QuantizedDecoder, layer: QuantizedLayer, quantized: bool) ->
         more["correction"] = None if layer.router_correction is None else tensor(layer.router_correction)
     elif what.sigmoid_inputs:
         make = OrderedWeightedExperts if quantized else InputWeightedExperts
+    elif what.beside_dense:
+        make = OrderedScaledExperts if quantized else ScaledExperts
+        scales = {"router_scale": layer.router_scale, "expert_scale": layer.expert_scale}
+        more = {name: tensor(_array(scale)) for name, scale in scales.items()} | {"eps": c.norm_eps}
     return {**parts, "experts": make(what, stack([_given(layer.router)]), *shared, **more)}
 
 

@@ -28,6 +28,7 @@ from headway.models.files.encode import encode
 from headway.models.files.quantized_folder import E4M3
 from headway.models.files.safetensors import INDEX, SINGLE
 from headway.models.files.weights import GgufWeights, Weights, open_weights
+from headway.models.nested import text_config
 from headway.models.quantized.folder_gguf import FolderAsGguf, MetaItem
 from headway.models.quantized.write_gguf import GGUF, sync, write_gguf, written
 from headway.models.weights.load import LoadProgress
@@ -117,7 +118,7 @@ def _write_folder(source: Path, weights: Weights, to: str, out: Path, progress: 
         target = folder / "model"
         target.mkdir()
         _copy_files(source, target)
-        config = read_json(source / "config.json", required=True)
+        config = dict(text_config(read_json(source / "config.json", required=True)))
         left = [n.removesuffix(".weight") for n in plan if n not in chosen and len(weights.shape(n)) == 2]
         config = {key: value for key, value in config.items() if key != "compression_config"}
         config["quantization_config"] = _quantization_config(to, sorted(left))

@@ -176,6 +176,8 @@ def _pair(key: str, value: MetaItem) -> bytes:
     texts = [item for item in value if isinstance(item, str)]
     if texts:
         kind, items = 8, b"".join(map(_text, texts))
+    elif all(isinstance(item, bool) for item in value):
+        kind, items = 7, struct.pack(f"<{len(value)}?", *value)
     elif any(isinstance(item, float) for item in value):
         kind, items = 6, struct.pack(f"<{len(value)}f", *value)
     else:

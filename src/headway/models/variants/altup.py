@@ -8,6 +8,7 @@ corrects the others by what that one got wrong.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from statistics import NormalDist
 from typing import Any
@@ -56,7 +57,7 @@ class AltUpLayer(PerLayerLayer):
         """All streams [R, n, E] from what they were."""
         n = self.altup.streams
         shares = self.altup_predict(self._kinds(streams[:, self.altup.active])).unflatten(-1, (n, n))
-        return (streams + (shares[..., None] * streams[:, None]).sum(2),)
+        return (streams + self.total(shares[..., None] * streams[:, None]),)
 
     def correct(self, predicted: Tensor, x: Tensor) -> tuple[Tensor]:
         """All streams after the active one is computed to be x [R, E]."""
@@ -66,8 +67,14 @@ class AltUpLayer(PerLayerLayer):
 
     def _kinds(self, x: Tensor) -> Tensor:
         """What decides how much streams have of each other, [R, n]."""
-        kinds = self.altup_router(self.norm(x, self.altup_norm) * x.shape[-1] ** -1.0)
-        return torch.tanh(kinds.float()).to(x.dtype)
+        return self.tanh(self.altup_router(self.norm(x, self.altup_norm) * x.shape[-1] ** -1.0))
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.float()).to(x.dtype)
+
+    def total(self, parts: Tensor) -> Tensor:
+        """The sum over streams [R, n, n, E] → [R, n, E]."""
+        return parts.sum(2)
 
     def add_attention(self, x: Tensor, h: Tensor, mixed: Tensor, *delta: Delta) -> tuple[Tensor]:
         """The residual with attention, and with the low-rank product of normed rows h."""
@@ -76,9 +83,13 @@ class AltUpLayer(PerLayerLayer):
 
     def activate(self, x: Tensor, kind: str, *, exact: bool) -> Tensor:
         if self.sparsity > 0:  # what is below the quantile that a normal distribution would have becomes 0
-            wide = torch.std(x, dim=-1, keepdim=True, unbiased=False) * NormalDist().inv_cdf(self.sparsity)
-            x = torch.relu(x - (x.mean(-1, keepdim=True) + wide))
+            x = self.cut_off(x, NormalDist().inv_cdf(self.sparsity))
         return super().activate(x, kind, exact=exact)
+
+    def cut_off(self, x: Tensor, deviations: float) -> Tensor:
+        """What is above the mean by so many standard deviations, and 0 for the rest."""
+        wide = torch.std(x, dim=-1, keepdim=True, unbiased=False) * deviations
+        return torch.relu(x - (x.mean(-1, keepdim=True) + wide))
 
     def add_token_to_others(self, streams: Tensor, inputs: Tensor, *, exact: bool) -> tuple[Tensor]:
         """All streams, those after the first with what the layer takes of the token."""
@@ -92,8 +103,8 @@ class AltUpDecoder(PerLayerDecoder):
     """A decoder of such layers. Hidden states are those of the active stream, and after the last layer of all."""
 
     layers: tuple[AltUpLayer, ...]  # type: ignore[assignment]
-    altup_spread: Tensor  # [n - 1, E, E]
-    altup_gather: Tensor  # [n - 1, E, E]
+    altup_spread: Sequence[Tensor] | Tensor  # [n - 1, E, E]
+    altup_gather: Sequence[Tensor] | Tensor  # [n - 1, E, E]
 
     @torch.inference_mode()
     def forward(
@@ -132,20 +143,33 @@ class AltUpDecoder(PerLayerDecoder):
         mixing.mark("output projection")
         return x
 
-    def token_rows(self, table: Tensor, own: slice, tokens: Tensor) -> Tensor:
-        return table[torch.where(tokens < len(table), tokens, 0), own]  # a token without a row has that of 0
+    def known(self, tokens: Tensor) -> Tensor:
+        own = self.config.description.per_layer
+        assert own is not None
+        assert own.inputs is not None
+        return torch.where(tokens < own.inputs.vocab, tokens, 0)  # a token without a row has that of 0
 
     def spread(self, x: Tensor) -> tuple[Tensor]:
         """The streams [R, n, E] of embedded rows: others are as large as the first."""
-        others = [_as_large_as(x, linear(x, matrix)) for matrix in self.altup_spread]
+        others = [self.as_large_as(x, self.product(x, matrix)) for matrix in self.altup_spread]
         return (torch.stack((x, *others), 1),)
 
     def gather(self, streams: Tensor) -> tuple[Tensor]:
         """The residual [R, E] of all streams: their mean, where they are as large as the first."""
         first, *others = streams.unbind(1)
         pairs = zip(others, self.altup_gather, strict=True)
-        parts = [first, *(_as_large_as(first, linear(x, matrix)) for x, matrix in pairs)]
-        return (torch.stack(parts).mean(0),)
+        return (self.mean([first, *(self.as_large_as(first, self.product(x, matrix)) for x, matrix in pairs)]),)
+
+    def product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return linear(x, matrix)
+
+    def mean(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts).mean(0)
+
+    def as_large_as(self, x: Tensor, y: Tensor) -> Tensor:
+        """y with the mean square of x, row by row."""
+        size, own = (each.square().mean(-1, keepdim=True) for each in (x, y))
+        return y * size.sqrt() / own.clamp(min=LEAST).sqrt()
 
     def nbytes(self) -> dict[str, int]:
         size = super().nbytes()
@@ -157,9 +181,3 @@ class AltUpDecoder(PerLayerDecoder):
         q = layer.project(x)[0]
         more = [streams, *self.gather(streams), *layer.predict(streams), *layer.add_attention(x, x, q)]
         return [*more, *layer.norm_in(x), q, *layer.feed_forward(x, x, exact=True), self.head(x, None)]
-
-
-def _as_large_as(x: Tensor, y: Tensor) -> Tensor:
-    """y with the mean square of x, row by row."""
-    size, own = (each.square().mean(-1, keepdim=True) for each in (x, y))
-    return y * size.sqrt() / own.clamp(min=LEAST).sqrt()

@@ -60,7 +60,10 @@ class PerLayerLayer(DescribedLayer):
         v = v if v.shape[1] else k
         assert self.q_norm is not None
         assert self.k_norm is not None
-        return self.norm(q, self.q_norm), self.norm(k, self.k_norm), unit_norm(v, self.eps)
+        return self.norm(q, self.q_norm), self.norm(k, self.k_norm), self.norm_value(v)
+
+    def norm_value(self, v: Tensor) -> Tensor:
+        return unit_norm(v, self.eps)
 
     def project_queries(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
         """h [R, E] → q [R, H, D], before rotation."""
@@ -119,22 +122,30 @@ class PerLayerDecoder(DescribedDecoder):
 
     def inputs(self, l: int, mixing: Mixing) -> Tensor:
         """What a layer may take of each row's token, [T, P]."""
-        table, projection, weight = self.token_inputs, self.input_projection, self.input_projection_norm
-        assert table is not None
-        assert projection is not None
+        weight = self.input_projection_norm
         assert weight is not None
         size, e, norm = len(weight), self.config.hidden_size, self.layers[0].norm
         own = slice(l * size, (l + 1) * size)
 
         def made(embedded: Tensor) -> tuple[Tensor]:
-            return (norm(linear(embedded, projection[own]) * e**-0.5, weight),)
+            return (norm(self.project_embedded(embedded, own) * e**-0.5, weight),)
 
         (projected,) = by_rows(mixing.tile, made, mixing.embedded)
-        return (projected + self.token_rows(table, own, mixing.step.tokens) * size**0.5) * 2**-0.5
+        return (projected + self.token_rows(own, self.known(mixing.step.tokens)) * size**0.5) * 2**-0.5
 
-    def token_rows(self, table: Tensor, own: slice, tokens: Tensor) -> Tensor:
+    def project_embedded(self, embedded: Tensor, own: slice) -> Tensor:
+        """A layer's part of what is made of embedded rows."""
+        assert self.input_projection is not None
+        return linear(embedded, self.input_projection[own])
+
+    def token_rows(self, own: slice, tokens: Tensor) -> Tensor:
         """A layer's part of the rows of tokens."""
-        return table[tokens, own]
+        assert self.token_inputs is not None
+        return self.token_inputs[tokens, own]
+
+    def known(self, tokens: Tensor) -> Tensor:
+        """The rows of tokens in the table of inputs."""
+        return tokens
 
     def attend(self, l: int, h: Tensor, mixing: Mixing) -> Tensor:
         layer, tile = self.layers[l], mixing.tile

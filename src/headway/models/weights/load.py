@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,20 @@ from headway.models.files.mxfp4_folder import Mxfp4Folder
 from headway.models.files.quantized_folder import QuantizedFolder
 from headway.models.files.weights import Weights, open_weights
 from headway.models.quantized.cache import WeightCache, cache_key
-from headway.models.quantized.cpu import ALL_MATRICES, VECTORS, QuantizedDecoder, QuantizedLayer
+from headway.models.quantized.cpu import (
+    ALL_MATRICES,
+    OUTER_MATRICES,
+    OUTER_VECTORS,
+    VECTORS,
+    QuantizedDecoder,
+    QuantizedLayer,
+)
 from headway.models.quantized.repack import float_matrix, load_matrix, parts_matrix
 from headway.models.weights.roles import Roles
 from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import Shapes, layer_shapes, model_shapes
 
+FLOAT_ROLES = ("mix_beta", "mix_step", "altup_predict", "altup_correct")  # that `quantize` leaves as they are
 LoadProgress = Callable[[int, int], None]  # layers done, total layers
 
 
@@ -129,7 +138,8 @@ class _QuantizedReader:
             output = self.matrix("output", shapes, "")
         elif "output_bias" in shapes:
             output = replace(embedding, bias=self.vector("output_bias", shapes, ""))
-        vectors = {role: self.vector(role, shapes, "") for role in ("final_norm_bias", "positions") if role in shapes}
+        outer: dict[str, Any] = {role: self.vector(role, shapes, "") for role in OUTER_VECTORS if role in shapes}
+        outer |= {role: self.matrix(role, shapes, "") for role in OUTER_MATRICES if role in shapes}
         return QuantizedDecoder(
             config=c,
             embedding=embedding,
@@ -137,7 +147,7 @@ class _QuantizedReader:
             final_norm=self.vector("final_norm", shapes, ""),
             output=output,
             inv_freq=self.roles.frequencies(),
-            **vectors,
+            **outer,
         )
 
     def layer(self, i: int) -> QuantizedLayer:
@@ -168,7 +178,7 @@ class _QuantizedReader:
         }
         if isinstance(part, Cut) and self.roles.gguf:  # matrices stay quantized: some rows of one
             whole = part.shape(self.roles.config)
-            own = part.take(np.arange(whole[0]), self.roles.config)
+            own = part.take(np.arange(prod(whole[:-1])).reshape(whole[:-1]), self.roles.config).ravel()
             name = self.roles.claim(at + part.name, whole)
             return load_matrix(self.roles.weights, name, rows=own if rows is None else own[rows], **how)
         if isinstance(part, Cut) and self.keep and (own := self._cut_parts(part, at, rows)) is not None:
@@ -214,10 +224,10 @@ class _QuantizedReader:
 
     def _how(self, role: str) -> str | None:
         """What floats are quantized to. Every token passes through embedding and output, and what a router says
-        decides, as do a recurrence's step and beta: they keep more precision."""
-        if self.quantize is None or "router" in role or role in ("mix_beta", "mix_step"):
+        decides, as do a recurrence's step and beta and shares of streams: they keep more precision."""
+        if self.quantize is None or "router" in role or role in FLOAT_ROLES:
             return None
-        return "int8" if role in ("embedding", "output") else self.quantize
+        return "int8" if role in ("embedding", "output", "token_inputs") else self.quantize
 
     def _array(self, role: str, shape: tuple[int, ...], at: str, dtype: str | None) -> np.ndarray:
         """The weight of a role as floats, of the type that it is stored in unless one is asked for."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.host.quantized import GROUP
 from headway.kernels.reference.quantized import tensor
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -21,8 +23,10 @@ from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.description import GatedDelta, Mamba2, ShortConv
 from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts, ScaledExperts
 from headway.models.families.family import Cut, Each
+from headway.models.files.mxfp4_folder import Mxfp4Folder
 from headway.models.files.weights import open_weights
 from headway.models.layers import Linear, fused
+from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.recurrent import GatedDeltaMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from headway.models.weights.load import LoadProgress
 from headway.models.weights.roles import Roles
@@ -43,32 +47,56 @@ def load_described(
     device: torch.device,
     progress: LoadProgress | None = None,
     split: Split | None = None,
+    keep_fp4: bool = False,
 ) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device, or a rank's share of
-    it."""
+    it. With `keep_fp4` a folder's experts in MXFP4 stay so."""
     device = device if split is None else torch.device("cpu")
     with open_weights(path) as weights:
         roles = Roles.of(path, config, weights)
         roles.check()
-        return _build(_DescribedReader(roles, dtype, device), progress, split)
+        return build_described(_DescribedReader(config, dtype, device, roles, keep_fp4), progress, split)
 
 
-@dataclass(frozen=True, eq=False)
-class _DescribedReader:
-    """Weights by role."""
+class RoleReader(Protocol):
+    """Weights by role, of one dtype on one device. `last` are those that were read last, if any are kept."""
 
-    roles: Roles
+    config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    last: dict[str, Tensor]
+
+    def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
+        """The weight of a role, which must have this shape, of a layer or of the model."""
+        ...
+
+    def fp4(self, roles: tuple[str, ...], layer: int) -> tuple[Tensor, Tensor] | None:
+        """The codes and scales of experts' matrices, one below the other, if they stay in MXFP4 (`Fp4Experts`)."""
+        ...
+
+    def frequencies(self) -> Tensor:
+        """A row of rotation frequencies for each layer."""
+        ...
+
+
+@dataclass(eq=False)
+class _DescribedReader:
+    """The weights in files."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    roles: Roles
+    keep_fp4: bool
     last: dict[str, Tensor] = field(default_factory=dict)
 
-    def read(self, role: str, shape: tuple[int, ...], at: str) -> Tensor:
-        """The weight of a role, which must have this shape; `at` goes before its name."""
+    def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
+        at = "" if layer is None else self.roles.layer(layer)
         match self.roles.part(role):
             case Each(name):
                 return torch.stack([self._tensor(at + name.format(i), shape[1:]) for i in range(shape[0])])
             case Cut(name, whole, take):
-                c = self.roles.config
+                c = self.config
                 tensor = take(self._tensor(at + name, whole(c)), c)
                 assert tensor.shape == shape, (role, tensor.shape, shape)
                 return self._halves(role, tensor.contiguous())
@@ -84,23 +112,40 @@ class _DescribedReader:
         return self.last[name].view(shape)
 
     def _halves(self, role: str, tensor: Tensor) -> Tensor:
-        c = self.roles.config
+        c = self.config
         if c.interleaved_weights and role.removesuffix("_bias") in ("q", "k"):
             return half_split(tensor, c.head_dim, c.rope.dim)
         return tensor
 
+    def fp4(self, roles: tuple[str, ...], layer: int) -> tuple[Tensor, Tensor] | None:
+        weights, found = self.roles.weights, list[tuple[Tensor, Tensor]]()
+        if not self.keep_fp4 or not isinstance(weights, Mxfp4Folder):
+            return None
+        for role in roles:
+            part = self.roles.part(role)
+            if not isinstance(part, Cut):
+                return None
+            count, k, n = whole = part.shape(self.config)
+            name = self.roles.claim(self.roles.layer(layer) + part.name, whole)
+            if not weights.is_quantized(name):
+                return None
+            rows = part.take(np.arange(count * n).reshape(count, 1, n), self.config).ravel()
+            codes, scales = (tensor(part).to(self.device) for part in weights.packed_rows(name, rows))
+            found.append((codes.view(count, -1, k // 2), scales.view(count, -1, k // GROUP)))
+        return torch.cat([codes for codes, _ in found], 1), torch.cat([scales for _, scales in found], 1)
+
     def frequencies(self) -> Tensor:
-        """A row of rotation frequencies for each layer."""
         rows = tensor(self.roles.frequencies()).to(self.device)
-        return rows if rows.ndim == 2 else rows.expand(self.roles.config.layers, -1)
+        return rows if rows.ndim == 2 else rows.expand(self.config.layers, -1)
 
 
-def _build(reader: _DescribedReader, progress: LoadProgress | None, split: Split | None) -> Decoder:
-    c = reader.roles.config
+def build_described(reader: RoleReader, progress: LoadProgress | None = None, split: Split | None = None) -> Decoder:
+    """The decoder of a reader's config and weights."""
+    c = reader.config
     make = _decoder_kind(c)
     outer: dict[str, Any] = {}
     for role, shape in model_shapes(c).items():
-        outer[role] = reader.read(role, shape, "")
+        outer[role] = reader.read(role, shape, None)
         if split is not None and role in ("embedding", "output"):
             outer[role] = split.vocabulary(outer[role])
             reader.last.clear()
@@ -132,15 +177,21 @@ def _decoder_kind(c: ModelConfig) -> Any:
     return Kind
 
 
-def _layer(reader: _DescribedReader, i: int) -> DescribedLayer:
-    c, at = reader.roles.config, reader.roles.layer(i)
+def _layer(reader: RoleReader, i: int) -> DescribedLayer:
+    c = reader.config
     shapes = layer_shapes(c, i)
 
     def read(role: str) -> Tensor:
-        return reader.read(role, shapes[role], at)
+        return reader.read(role, shapes[role], i)
 
     def linear(*roles: str) -> Linear:
         return Linear(*(_stack(read, [r + s for r in roles]) for s in ("", "_bias") if roles[0] + s in shapes))
+
+    def expert(*roles: str) -> Linear | Fp4Experts:
+        if (kept := reader.fp4(roles, i)) is None:
+            return linear(*roles)
+        bias = _stack(read, [f"{role}_bias" for role in roles]) if f"{roles[0]}_bias" in shapes else None
+        return Fp4Experts(*kept, bias, reader.dtype)
 
     norms: dict[str, Any] = {role: read(role) for role in shapes if "norm" in role and role not in OTHER_NORMS}
     norms.setdefault("input_norm", norms.get("post_attention_norm"))  # not used
@@ -150,7 +201,7 @@ def _layer(reader: _DescribedReader, i: int) -> DescribedLayer:
     if c.description.no_feed_forward:
         gate_up, down, experts = none, none, None
     elif has_experts(c, i):
-        gate_up, down = linear("expert_gate", "expert_up"), linear("expert_down")
+        gate_up, down = expert("expert_gate", "expert_up"), expert("expert_down")
         experts = _experts(c, linear, read, shapes)
     else:
         gate_up = linear("gate", "up") if c.description.gated else linear("up")

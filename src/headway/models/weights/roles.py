@@ -88,6 +88,12 @@ GGUF_PARTS = {
     "shared_down": "ffn_down_shexp.weight",
     "shared_router": "ffn_gate_inp_shexp.weight",
     "sinks": "attn_sinks.weight",
+    "token_inputs": "per_layer_token_embd.weight",
+    "input_projection": "per_layer_model_proj.weight",
+    "input_projection_norm": "per_layer_proj_norm.weight",
+    "input_gate": "inp_gate.weight",
+    "input_out": "proj.weight",
+    "post_input_norm": "post_norm.weight",
 }
 FREQUENCIES = "rope_freqs.weight"  # in a GGUF file, a divisor of each frequency
 # Tensors that carry nothing the config does not say.

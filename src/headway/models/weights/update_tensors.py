@@ -112,7 +112,7 @@ def _filled(old: Tensor, parts: Sequence[Any], rows: Sequence[int]) -> Tensor:
 
 
 def _quantized(old: Any, weight: Tensor, bias: Tensor | None) -> Any:
-    from headway.kernels.triton.quantized import quantize
+    from headway.models.quantized.cuda import quantize
 
     return quantize(weight.to(old.quants.device, old.dtype), bias, kind=old.kind, gated=old.gated)
 

@@ -15,8 +15,8 @@ IDLE_SHARE = 64 << 20  # bytes of pages given back to the system at a time, whil
 def give_back_when_idle(engine: weakref.ref[Engine]) -> bool:
     """Give memory of cached pages back to the system, a share at a time; whether there is more. The lock is held."""
     one = engine()
-    if one is None or one._pool is None or one._backend.decoder.device.type != "cpu":
-        return False
+    if one is None or one._pool is None or one._backend.decoder.device.type != "cpu" or one._tiers is not None:
+        return False  # whoever has tiers wants to keep what was computed
     size = one._pool.nbytes // (one._allocator.total + 1)
     pages = one._allocator.shrink(IDLE_CACHE // size, max(1, IDLE_SHARE // size))
     one._pool.give_back(pages)

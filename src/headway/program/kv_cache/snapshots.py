@@ -148,7 +148,7 @@ class Snapshots:
                 saved = Snapshot(
                     fingerprint="",
                     page_size=table.page_size,
-                    dtype=_kv_type(engine),
+                    dtype=kv_type(engine),
                     committed=table.committed,
                     tokens=np.array(table.tokens, dtype=np.int64),
                     positions=np.array(table.positions, dtype=np.int64),
@@ -159,7 +159,7 @@ class Snapshots:
                     kv=np.empty((0, 0), np.uint8),
                     state=np.empty(0, np.uint8),
                     program=_program_data(context),
-                    maker=_maker(engine),
+                    maker=maker(engine),
                     altered=table.altered,
                     partial=tuple(sorted(table.partial)),
                     **_mixes(table.adapters),
@@ -203,8 +203,8 @@ class Snapshots:
             token_ids(saved.tokens, engine.vocab_size, "saved tokens")
             position_ids(saved.positions, engine.config.max_positions, "saved positions")
             program = _Program.of(saved.program, engine.vocab_size)
-            same = saved.page_size == engine.page_size and saved.dtype == _kv_type(engine)
-            exact = same and (not engine.deterministic or saved.maker == _maker(engine))
+            same = saved.page_size == engine.page_size and saved.dtype == kv_type(engine)
+            exact = same and (not engine.deterministic or saved.maker == maker(engine))
             adapters = self._slot_adapters(saved, path.stem)
             if exact:
                 self._check(saved, path.name)
@@ -335,7 +335,7 @@ class Snapshots:
             context.execute(work).result()
 
 
-def _kv_type(engine: Engine) -> str:
+def kv_type(engine: Engine) -> str:
     """The type of keys and values, and how activations were quantized to compute them, which changes their values."""
     decoder = engine._model.decoder
     coding = decoder.row_quantization if isinstance(decoder, QuantizedDecoder) else None
@@ -343,7 +343,7 @@ def _kv_type(engine: Engine) -> str:
     return kept if coding is None else f"{kept} from rows quantized by {coding}"
 
 
-def _maker(engine: Engine) -> str:
+def maker(engine: Engine) -> str:
     """What the bits of a deterministic engine depend on."""
     info, mode = engine.info, "deterministic" if engine.deterministic else "not deterministic"
     return f"headway {VERSION}, {info.runner} on {info.device} with {info.threads} threads, {mode}"

@@ -13,6 +13,7 @@ from headway.base.errors import InvalidInput
 from headway.base.text import short_repr
 from headway.models.config import ModelConfig
 from headway.models.weights.update import GivenWeights, checked, updated
+from headway.program.kv_cache.tiers import page_scope
 from headway.runtime.adapters import NoWeights
 from headway.runtime.memory import running_out
 
@@ -41,6 +42,8 @@ def update_weights(engine: Engine, tensors: Mapping[str, Any], contexts: Context
         with engine._lock:
             engine._loop.forget_contents(recompute=contexts == "recompute")
             model.update(decoder, digest.hexdigest())
+            if engine._tiers is not None and engine._tiers.folder is not None:
+                engine._tiers.folder.use_scope(page_scope(engine))
         if ranks is not None:
             ranks.update(given)
         if not engine.is_asleep:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -53,23 +52,23 @@ def _segment_runs(segments: Sequence[Segment], window: Window, page_size: int) -
         for segment in segments:  # the common case, without an array for each
             pairs += (0, int(segment.slots[0]) + 1)
         return range(len(segments) + 1), pairs
-    counts: list[int] = []
+    counts: list[np.ndarray] = [np.zeros(1, np.int64)]
     parts: list[np.ndarray] = []
     for segment in segments:
         plain = _plain(segment, window)
         if plain is not None:
-            counts += [1] * len(plain)
+            counts.append(np.ones(len(plain), np.int64))
             parts.append(plain.ravel())
             continue
         intervals = [list(r.intervals()) for r in _rows(segment, window, page_size)]
-        counts += [len(row) for row in intervals]
+        counts.append(np.array([len(row) for row in intervals]))
         parts.append(np.array([pair for row in intervals for pair in row], np.int64).ravel())
-    return [0, *accumulate(counts)], np.concatenate(parts) if parts else []
+    return np.cumsum(np.concatenate(counts)), np.concatenate(parts) if parts else []
 
 
 def _plain(segment: Segment, window: Window) -> np.ndarray | None:
     """One run for each row [R, 2], if no row has a mask of its own and positions go up with slots."""
-    if any(m is not None for m in segment.masks):
+    if segment.masks.count(None) < len(segment.masks):
         return None
     first = np.zeros(len(segment.slots), np.int64)
     if window is not None:

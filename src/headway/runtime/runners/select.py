@@ -13,14 +13,17 @@ from headway.base.arrays import is_tensor
 from headway.base.config import Settings
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
+from headway.base.files import read_json
 from headway.base.system.device import CPU, AnyDevice
 from headway.base.system.extras import need_torch
+from headway.base.system.log import log_event
 from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import HostPool, Pool
-from headway.models.capabilities import check_split, why_no_native_layers, why_no_triton_layers
+from headway.models.capabilities import check_split, why_llama_alone, why_no_native_layers, why_no_triton_layers
 from headway.models.config import ModelConfig, read_config
+from headway.models.nested import outer_family
 from headway.models.quantized.cache import WeightCache
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.models.quantized.repack import check_quantize
@@ -99,20 +102,26 @@ class Backend:
             sizes["states"] = (places, recurrent, c.state_values // recurrent)
         if len(c.kv_layers) < c.layers:
             inv_freq = inv_freq[list(c.kv_layers)] if inv_freq.ndim == 2 else inv_freq
+        own: dict[str, Any] = {}
+        if any((shape.heads, shape.dim) != (c.kv_heads, c.head_dim) for shape in shapes):
+            assert c.description.ropes is not None
+            own = {"shapes": [(shape.heads, shape.dim) for shape in shapes], "pages": pages, "page_size": page_size}
+            own["rotated"] = [c.description.ropes[layer].dim for layer in c.kv_layers]
         if self.thread_pool is not None:
+            if own:
+                from headway.kv.layer_pool import LayerPool
+
+                return LayerPool(**own, inv_freq=inv_freq, dtype=dtype)
             return HostPool(**sizes, inv_freq=inv_freq, dtype=dtype)
         import torch
 
         from headway.kv.tensor_pool import TensorPool
 
         where = {"dtype": getattr(torch, dtype), "device": decoder.device, "inv_freq": inv_freq}
-        if any((shape.heads, shape.dim) != (c.kv_heads, c.head_dim) for shape in shapes):
+        if own:
             from headway.kv.slot_pool import SlotPool
 
-            assert c.description.ropes is not None
-            rotated = [c.description.ropes[layer].dim for layer in c.kv_layers]
-            heads = [(shape.heads, shape.dim) for shape in shapes]
-            return SlotPool(shapes=heads, rotated=rotated, pages=pages, page_size=page_size, **where)
+            return SlotPool(**own, **where)
         return TensorPool(**sizes, **where, by_head=self.triton)
 
     def release_pool(self) -> None:
@@ -129,13 +138,17 @@ class Backend:
             return dtype_name(self.decoder.dtype)
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         labels = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
-        return ", ".join(dict.fromkeys(filter(None, labels))) or dtype_name(self.decoder.dtype)
+        found = ", ".join(dict.fromkeys(filter(None, labels))) or dtype_name(self.decoder.dtype)
+        own = {getattr(layer.gate_up, "label", "") for layer in self.decoder.layers}  # experts that stay in MXFP4
+        return ", ".join((found, *(label for label in sorted(own) if label and label not in found)))
 
     @property
     def activations(self) -> str:
-        """The narrowest float type that activations are rounded to; quantized formats of CUDA devices take float16."""
+        """The narrowest type that activations are rounded to; quantized formats of CUDA devices take float16 or fp8."""
         dtype = dtype_name(self.decoder.dtype)
         floats = self.ranks is not None or is_tensor(self.decoder.output)
+        if not floats and self.format.startswith("fp8"):
+            return "fp8"
         halved = not isinstance(self.decoder, QuantizedDecoder) and not floats
         return "float16" if halved and dtype == "float32" else dtype
 
@@ -224,6 +237,8 @@ def open_backend(
     """Load a model, or take one that is in memory, for the best that can compute it here; or a share of it on each of
     several ranks."""
     check_quantize(quantize)
+    if isinstance(model, Path):
+        note_left_out(model)
     if tensor_parallel > 1:
         how: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads, "quantize": quantize}
         return open_ranks(model, tensor_parallel, **how, settings=settings, progress=progress)
@@ -240,7 +255,8 @@ def open_backend(
     if reason is not None:
         need_torch(f"computing this model without the native step ({reason})", _extra(device))
         config = read_config(model) if isinstance(model, Path) else model.config
-        fast = why_not_triton(device, settings) or why_no_triton_layers(config)
+        fast = why_not_triton(device, settings)
+        fast = fast or (why_no_triton_layers(config) if quantize is None else why_llama_alone(config))
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
         if settings.native == "require" and fast is not None:
@@ -268,7 +284,7 @@ def open_backend(
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
         stored = stored_dtype(model) if isinstance(model, Path) else None
-        decoder = _torch_model(model, pick_dtype(dtype, device, stored), device, progress)
+        decoder = _torch_model(model, pick_dtype(dtype, device, stored), device, progress, keep_fp4=fast is None)
         return Backend(decoder, None, reason if fast else "", triton=fast is None, stored=stored)
     thread_pool = _thread_pool(threads, settings)
     if not isinstance(model, Path):
@@ -280,6 +296,13 @@ def open_backend(
         cache=WeightCache(settings.cache / "weights", settings.weight_cache) if settings.weight_cache else None,
     )  # fmt: skip
     return Backend(packed, thread_pool, "", stored=stored_dtype(model))
+
+
+def note_left_out(model: Path) -> None:
+    """Log what of a folder with more than a text model is not loaded."""
+    if model.is_dir() and outer_family(config := read_json(model / "config.json")) is not None:
+        kind = config["architectures"][0]
+        log_event(f"{kind}: the text model alone is loaded; what is for images and sound is left out", path=str(model))
 
 
 def open_ranks(
@@ -316,7 +339,7 @@ def open_ranks(
         kept = pick_dtype(dtype, device, stored)
     else:
         stored, kept = None, dtype_name(model.dtype)
-    fast = why_not_triton(device, settings) or why_no_triton_layers(config)
+    fast = why_not_triton(device, settings) or why_llama_alone(config)
     ranks = Ranks(size, torch.device(device.type, device.index or 0) if device.type == "cuda" else torch.device("cpu"))
     try:
         assert not isinstance(model, QuantizedDecoder)
@@ -390,11 +413,15 @@ def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
     return triton.missing()
 
 
-def _torch_model(model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None) -> Decoder:
+def _torch_model(
+    model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None, *, keep_fp4: bool
+) -> Decoder:
+    """A model of floats; experts in MXFP4 may stay so, but for float16, which cannot hold every scale."""
     if not isinstance(model, Path):
         return model
     import torch
 
     from headway.models.weights.load_tensors import load_model
 
-    return load_model(model, dtype=getattr(torch, dtype), device=torch.device(str(device)), progress=progress)
+    where, keep_fp4 = torch.device(str(device)), keep_fp4 and dtype != "float16"
+    return load_model(model, dtype=getattr(torch, dtype), device=where, progress=progress, keep_fp4=keep_fp4)

@@ -27,9 +27,9 @@ class JobStates:
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
-    def hits(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+    def hits(self, keys: Sequence[bytes], pages: int) -> int:
         """How many of the pages found in the prefix cache serve: those up to the last one whose state is kept."""
-        return next((n for n in range(len(pages), 0, -1) if self.states.find(keys[n - 1]) is not None), 0)
+        return next((n for n in range(pages, 0, -1) if self.states.find(keys[n - 1]) is not None), 0)
 
     def start_at(self, job: Job, key: bytes) -> None:
         """A job's first rows follow the page of this key, which is in the prefix cache."""

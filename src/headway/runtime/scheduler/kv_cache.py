@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
+from itertools import takewhile
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError, Unsupported
@@ -17,7 +18,8 @@ from headway.kv.allocator import Allocator
 from headway.kv.prefix import chain, root
 from headway.kv.table import PageTable
 from headway.runtime.edits import Damage
-from headway.runtime.job import PATIENCE, Job, Queue
+from headway.runtime.job import PATIENCE, FetchedFiles, Job, Queue
+from headway.runtime.scheduler.cache_tiers import CacheTiers, Found
 from headway.runtime.scheduler.job_states import JobStates, replay_pass
 
 SPARE = 4  # pages are handed out early while more than one page in SPARE is free
@@ -51,6 +53,7 @@ class KVCache:
     hits: int = 0
     preemptions: int = 0
     pins: dict[object, Pin] = field(default_factory=dict)
+    tiers: CacheTiers | None = None  # where pages go that leave the prefix cache
 
     def start(self, job: Job, queue: Queue, *, force: bool = False, ahead: bool = False) -> Start:
         """Give a job every page it needs, or none. With `force`, any context without a pass may be preempted for it.
@@ -63,30 +66,45 @@ class KVCache:
             job.started = True
             return Start.READY
         keys, readable = self._keys(job), _readable(job) // size
-        cached = self._cached_pages(keys, readable)
+        cached = self._find(keys[:readable], job)
         if self.states is not None:
-            cached = [] if table.is_preempted else cached[: self.states.hits(keys, cached)]
+            cached = [] if table.is_preempted else cached[: self.states.hits(keys, len(cached))]
         if len(cached) < readable and self._in_progress(keys, len(cached), job):
             return Start.WAITS
-        if ahead and not self.plenty(fresh - len(cached)):
-            return Start.BLOCKED
-        old = self._old_pages(table)
-        self.allocator.share([*old, *cached])
+        if len(cached) < readable and not force and self._fetch(job, keys, readable):
+            return Start.WAITS
+        old = self._old_pages(table, job)
+        here = [page for _, page in (*old, *cached) if page is not None]
         fresh, back = fresh - len(cached), len(table.absent()) - len(old)
-        if not self._make_room(fresh + back, job, queue, force):
-            self.allocator.drop([*old, *cached])
+        more = fresh + back + len(old) + len(cached) - len(here)
+        if ahead and not self.plenty(more):
             return Start.BLOCKED
-        job.started = True
+        self.allocator.share(here)
+        if not self._make_room(more, job, queue, force):
+            self.allocator.drop(here)
+            return Start.BLOCKED
+        job.started, job.reader = True, None
         job.keys, job.hits, job.done = keys, len(cached), len(cached) * size
-        job.pages = [*cached, *self.allocator.take(fresh)]
+        (job.replay_pages, job.pages), taken = self._take(job, (old, cached), fresh + back)
+        job.pages += taken[:fresh]
         for key in keys[len(cached) :]:
             self.computing.setdefault(key, job)
         if self.states is not None and cached:
             self.states.start_at(job, keys[len(cached) - 1])
         if table.is_preempted:
-            job.replay_pages = [*old, *self.allocator.take(back)]
+            job.replay_pages += taken[fresh:]
             self._replay(job, table.absent()[0] + len(old))
         return Start.READY
+
+    def _take(self, job: Job, found: Sequence[Sequence[Found]], more: int) -> tuple[list[list[int]], list[int]]:
+        """The pages of what was found, those in the pool shared already and others copied from the tiers below; and so
+        many fresh ones."""
+        away = [key for part in found for key, page in part if page is None]
+        if self.tiers is None or not away:
+            return [[page for _, page in part if page is not None] for part in found], self.allocator.take(more)
+        brought, taken = self.tiers.bring(self.allocator, job, away, more)
+        page_of = dict(zip(away, brought, strict=True))
+        return [[page_of[key] if page is None else page for key, page in part] for part in found], taken
 
     def take_ahead(self, job: Job, after: Job) -> bool:
         """Pages for a pass that is fed by the running one; they are given back like those of a started one."""
@@ -160,33 +178,56 @@ class KVCache:
             return []
         return chain(table.last_key, work.tokens, work.positions, work.masks, size, adapters=work.adapters)
 
-    def _cached_pages(self, keys: list[bytes], limit: int) -> list[int]:
-        """The leading pages that are in the prefix cache, at most `limit`."""
-        pages = []
-        for key in keys[:limit]:
+    def _find(self, keys: Iterable[bytes], job: Job) -> list[Found]:
+        """The leading pages that need not be computed: they are in the prefix cache, or worth a copy from below it."""
+        found, away = [], 0
+        for key in keys:
             page = self.allocator.find(key)
-            if page is None:
+            if page is None and (self.tiers is None or not self.tiers.has(key, job)):
                 break
-            pages.append(page)
-        return pages
+            away += page is None
+            found.append(Found(key, page))
+        if away and self.tiers is not None and not self.tiers.pays(away):
+            found = found[: next(i for i, (_, page) in enumerate(found) if page is None)]
+        return found
+
+    def _fetch(self, job: Job, keys: list[bytes], readable: int) -> bool:
+        """Whether a job waits for pages that are read from files, while nobody else computes them."""
+        if self.tiers is None or self.states is not None:
+            return False
+        at = next((i for i, key in enumerate(keys) if self.allocator.find(key) is None), len(keys))
+        wanted = self.tiers.fetch(job, [key for key in keys[at:readable] if self.allocator.find(key) is None])
+        if not wanted:
+            return False
+        job.keys = keys
+        for key in wanted:
+            self.computing.setdefault(key, job)
+        return True
 
     def _in_progress(self, keys: list[bytes], at: int, job: Job) -> bool:
-        return at < len(keys) and self.computing.get(keys[at], job) is not job
+        """Whether another job computes, or reads, the page of a key."""
+        other = self.computing.get(keys[at], job) if at < len(keys) else job
+        job.reader = None if other is job else other
+        return other is not job
 
-    def _old_pages(self, table: PageTable) -> list[int]:
-        """The first pages of a preempted table that are still in the prefix cache."""
-        pages: list[int] = []
-        if table.host is None and table.is_preempted:
-            for number in range(table.absent()[0], len(table.keys)):
-                key = table.keys[number]
-                page = None if key is None or table.pages[number] else self.allocator.find(key)
-                if page is None:
-                    break
-                pages.append(page)
-        return pages
+    def fetched(self, job: Job, files: FetchedFiles) -> None:
+        """What a job waited for has been read. Until it starts, others may have the same pages."""
+        job.is_reading, job.fetched = False, files
+        for key in job.keys:
+            self.stop_computing(job, key)
+
+    def _old_pages(self, table: PageTable, job: Job) -> list[Found]:
+        """The first pages of a preempted table that are still in the prefix cache, or below it."""
+        if table.host is not None or not table.is_preempted:
+            return []
+        first = table.absent()[0]
+        own = zip(table.keys[first:], table.pages[first:], strict=False)
+        return self._find([key for key, _ in takewhile(lambda page: page[0] and not page[1], own) if key], job)
 
     def clear(self) -> int:
         """Forget every cached page; returns how many became free."""
+        if self.tiers is not None:
+            self.tiers.clear()
         if self.states is not None:
             self.states.states.forget_keys()
         return self.allocator.clear_cache()
@@ -211,8 +252,8 @@ class KVCache:
 
     def cached_prefix(self, salt: str, tokens: Sequence[int], size: int) -> list[int]:
         """The cached pages that hold the beginning of a plain sequence."""
-        keys = chain(root(salt), tokens, range(len(tokens)), None, size)
-        return self._cached_pages(keys, len(keys))
+        pages = map(self.allocator.find, chain(root(salt), tokens, range(len(tokens)), None, size))
+        return [page for page in takewhile(lambda page: page is not None, pages) if page is not None]
 
     # -- preemption -------------------------------------------------------------------------------------------------
 
@@ -259,6 +300,9 @@ class KVCache:
             self._start_over(table, queue)
             if table.held():
                 table.preempt()
+        for name in list(self.pins):
+            self.unpin(name)
+        self.allocator.evict(self.allocator.cached)  # to the tiers below, where there are some
         self._empty()
 
     def forget_contents(self, queue: Queue, *, recompute: bool) -> None:
@@ -279,6 +323,8 @@ class KVCache:
                 table.alter(0)
                 table.keys = [None] * len(table.keys)
         self._empty()
+        if self.tiers is not None:
+            self.tiers.forget_contents()
 
     def _start_over(self, table: PageTable, queue: Queue) -> None:
         """Passes of a context that had started begin again."""
@@ -300,7 +346,9 @@ class KVCache:
 
     def recover(self, damage: Damage, affected: Mapping[PageTable, HeadwayError], queue: Queue) -> None:
         """Take damaged pages out of the prefix cache; passes that hold some begin again, and contexts give them up."""
-        for page in damage.pages:
+        for page, error in damage.pages.items():
+            if self.tiers is not None and error in damage.misses:
+                self.tiers.missed(self.allocator.key_of(page))
             self.allocator.forget(page)
         for job in queue:
             waits = (job.started or job.chunk is not None) and not job.running

@@ -188,7 +188,7 @@ class Scheduler:
         decodes: list[Job] = []
         others: list[Job] = []
         for job in self._queue:
-            if job.after is None and not job.resting:
+            if job.is_waiting:
                 (decodes if job.decodes else others).append(job)
         if len(decodes) + bool(others) <= self._mixed_budget:  # each decode gets its token: their order is free
             whole = [job for job in others if not job.is_divisible and job.waited >= PATIENCE]
@@ -292,7 +292,7 @@ class Scheduler:
                 chunks.append((job, chunk))
                 continue
             job.running = False
-            if job.abandoned or error is None:
+            if job.abandoned or error is None or error in damage.misses:  # a page that was missed is computed instead
                 self._kv_cache.give_back(job)
             else:
                 self.fail(job, error)

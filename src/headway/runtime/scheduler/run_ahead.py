@@ -128,6 +128,7 @@ class RunAhead:
             adapters=_adapters(jobs),
             probes=_probes(jobs),
             states=self._states(jobs),
+            group=object(),
         )
 
     def _states(self, jobs: Sequence[Job]) -> np.ndarray | None:
@@ -158,6 +159,7 @@ class RunAhead:
             adapters=rows.adapters,
             probes=rows.probes,
             states=self._states(jobs),
+            group=rows.group,
         )
 
     # -- after a step ----------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from headway.base.json_text import write
+from headway.base.text import short_repr
 from headway.program.engine import Engine
 from headway.server.anthropic.request_schema import ContentBlock, CountRequest, InputMessage, MessagesRequest, Tool
 from headway.server.api.request_schema import (
@@ -117,7 +118,7 @@ def _assistant(blocks: Sequence[ContentBlock], where: str, calls: set[str]) -> C
             case "tool_use":
                 id, name = _required(block, "id", f"{where}[{i}]"), _required(block, "name", f"{where}[{i}]")
                 calls.add(id)
-                arguments = json.dumps(_required(block, "input", f"{where}[{i}]"), ensure_ascii=False)
+                arguments = write(_required(block, "input", f"{where}[{i}]"))
                 tool_calls.append(MessageToolCall(id=id, function=MessageFunctionCall(name=name, arguments=arguments)))
             case _:
                 raise _refused(block, f"{where}[{i}]", "text, thinking and tool_use")
@@ -151,7 +152,9 @@ def _user(blocks: Sequence[ContentBlock], where: str, calls: set[str]) -> list[C
 def _tool_result(block: ContentBlock, where: str, calls: set[str]) -> ChatMessage:
     id = _required(block, "tool_use_id", where)
     if id not in calls:
-        raise bad_request(f"{where}.tool_use_id is {id!r:.60}; no earlier tool_use has that id", f"{where}.tool_use_id")
+        raise bad_request(
+            f"{where}.tool_use_id is {short_repr(id)}; no earlier tool_use has that id", f"{where}.tool_use_id"
+        )
     content = block.content if isinstance(block.content, str) else _texts(block.content or (), f"{where}.content")
     return ChatMessage(role="tool", tool_call_id=id, content=f"Error: {content}" if block.is_error else content)
 

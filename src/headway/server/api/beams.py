@@ -16,6 +16,7 @@ from headway.base.errors import InvalidInput, Unsupported
 from headway.base.specs.generation import PARAMETERS
 from headway.base.specs.logits_rules import NAMES as RULES
 from headway.base.specs.probes import Ranked, Ranking
+from headway.base.text import short_repr
 from headway.program.constraints.grammar import Grammar
 from headway.program.context import Context
 from headway.program.generation.results import Continuation
@@ -65,7 +66,9 @@ def beam_options(body: GenerationRequest, check: RequestChecks) -> BeamOptions |
     if not body.use_beam_search:
         for name, value in given.items():
             if value != PARAMETERS[name].default:
-                raise bad_request(f"{name} is {value!r:.40}, which only beams have; set {FIELD}, or remove it", name)
+                raise bad_request(
+                    f"{name} is {short_repr(value)}, which only beams have; set {FIELD}, or remove it", name
+                )
         return None
     for name, idle in WITHOUT.items():
         value = getattr(body, name, None)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headway.base.text import short_repr
 from headway.program.engine import Engine
 from headway.runtime.scheduler.order import BID_LIMIT
 from headway.server.api.streaming import QUEUE_SIZE
@@ -81,15 +82,17 @@ class RequestChecks:
         result: dict[int, float] = {}
         for key, value in bias.items():
             if not re.fullmatch(r"[0-9]{1,18}", key):
-                raise bad_request(f"logit_bias has the key {key!r:.60}; its keys must be token ids", "logit_bias")
+                raise bad_request(f"logit_bias has the key {short_repr(key)}; its keys must be token ids", "logit_bias")
             if int(key) >= self.engine.vocab_size:
                 raise unknown_token("a token of logit_bias", int(key), self.engine.vocab_size, "logit_bias")
             if int(key) in result:
                 raise bad_request(f"logit_bias has token {int(key)} twice; pass one value for each", "logit_bias")
             number = as_number(value)
             if number is None:
+                shown = f"{value!r:.60}" if isinstance(value, int) else short_repr(value)
                 raise bad_request(
-                    f"logit_bias of token {int(key)} is {value!r:.60}; it must be a finite number", "logit_bias"
+                    f"logit_bias of token {int(key)} is {shown}; it must be a finite number",
+                    "logit_bias",
                 )
             result[int(key)] = number
         return result
@@ -160,11 +163,11 @@ class RequestChecks:
                 "context_length_exceeded",
             )
 
-    def truncated(self, ids: tuple[int, ...], limit: int | None, max_tokens: int | None) -> tuple[int, ...]:
+    def truncated(self, ids: Sequence[int], limit: int | None, max_tokens: int | None) -> tuple[int, ...]:
         """The last tokens of a prompt, as `truncate_prompt_tokens` says; -1 is what the context length leaves."""
         longest = self.engine.config.max_positions
         if limit is None:
-            return ids
+            return tuple(ids)
         if limit != -1 and not 1 <= limit <= longest:
             raise bad_request(
                 f"truncate_prompt_tokens is {limit}; it must be an integer in [1, {longest}], or -1 for as many as fit",
@@ -172,7 +175,7 @@ class RequestChecks:
                 "out_of_range",
             )
         count = limit if limit != -1 else max(1, longest - (1 if max_tokens is None else max_tokens))
-        return ids[-count:]
+        return tuple(ids[-count:])
 
     def max_new_tokens(self, prompt: int, max_tokens: int | None, min_tokens: int, param: str) -> int:
         """The most tokens to generate after a prompt: `max_tokens`, or what the context length leaves."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from headway.base.dataclass import dataclass
+from headway.base.text import short_repr
 from headway.server.errors import ApiError, bad_request
 
 MAX_PARTS = 16
@@ -27,7 +28,7 @@ class FormPart:
         try:
             return self.value.decode()
         except UnicodeDecodeError:
-            raise bad_request(f"the field {self.name!r:.80} is not valid UTF-8", self.name[:80]) from None
+            raise bad_request(f"the field {short_repr(self.name)} is not valid UTF-8", self.name[:80]) from None
 
 
 def parse_form(content_type: str, body: bytes, *, lists: Sequence[str] = ()) -> dict[str, list[FormPart]]:
@@ -43,7 +44,7 @@ def parse_form(content_type: str, body: bytes, *, lists: Sequence[str] = ()) -> 
     for piece in pieces[1:-1]:
         part = _part(piece)
         if part.name in parts and part.name not in lists:
-            raise _broken(f"the field {part.name!r:.80} is there twice")
+            raise _broken(f"the field {short_repr(part.name)} is there twice")
         parts.setdefault(part.name, []).append(part)
     return parts
 

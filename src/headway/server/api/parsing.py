@@ -7,6 +7,7 @@ reaches code that cannot encode it.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import sys
@@ -19,12 +20,14 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 
 from headway.base.json_text import PIECE, TooManyValues, loads
-from headway.base.system.gc_paused import gc_paused
+from headway.base.text import find_all, short_repr
 from headway.server.errors import ApiError, bad_request
 from headway.server.settings import ServerSettings
 
 JSON_TYPE = re.compile(r"application/(json|[\w.-]+\+json)")
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate; a pair of them is one character
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of a surrogate; a pair of them is one character
+SURROGATE_CHARS = 4
+LONE = re.compile("[\ud800-\udfff]")
 ACCEPTED_TYPES = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
 
 
@@ -76,14 +79,14 @@ def check_content_type(headers: MutableHeaders) -> None:
     if kind in ACCEPTED_TYPES:
         headers["content-type"] = "application/json"
     elif not JSON_TYPE.fullmatch(kind):
-        raise bad_request(f"the Content-Type is {kind!r:.60}; send JSON as application/json", code="invalid_json")
+        raise bad_request(f"the Content-Type is {short_repr(kind)}; send JSON as application/json", code="invalid_json")
 
 
 def _parse(body: bytes, settings: ServerSettings, messages: str) -> Any:
-    """A body as a value within the server's limits. Garbage collection is paused: none of its objects is garbage."""
+    """A body as a value within the server's limits."""
     try:
-        with gc_paused():
-            value = loads(body.decode(), bounded=True)
+        text = _decoded(body)
+        value = loads(text, bounded=True)
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError as error:
@@ -93,14 +96,14 @@ def _parse(body: bytes, settings: ServerSettings, messages: str) -> Any:
             f"the body is not valid JSON: {error.msg} at character {error.pos}", code="invalid_json"
         ) from None
     except TooManyValues as error:
-        where = f", with those of {error.where!r:.80}" if error.where else ""
+        where = f", with those of {short_repr(error.where)}" if error.where else ""
         raise bad_request(f"the body has{where}, {error}", error.where[:80] or None, "too_many") from None
     except ValueError:  # the only other one: int() limits the number of digits
         raise bad_request(
             f"the body has a number with more than {sys.get_int_max_str_digits()} digits", code="invalid_json"
         ) from None
     check_counts(value, settings, messages)
-    if SURROGATE.search(body):
+    if next(find_all(SURROGATE, text, SURROGATE_CHARS), None):
         check_unicode(value)
     return value
 
@@ -109,17 +112,28 @@ def _too_deep() -> ApiError:
     return bad_request("the body is nested too deeply; make it flatter", code="invalid_json")
 
 
+def _decoded(body: bytes) -> str:
+    """The text of a body, in short calls; raises a UnicodeDecodeError with the place of what is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        pieces = [decoder.decode(body[at : at + PIECE]) for at in range(0, len(body), PIECE)]
+        return "".join([*pieces, decoder.decode(b"", final=True)])
+    except UnicodeDecodeError:
+        return body.decode()  # whose error counts from the beginning
+
+
 def check_unicode(body: Any) -> None:
     """Raise if a body has a lone surrogate, which has no UTF-8 encoding and no token."""
-    try:
-        text = json.dumps(body, ensure_ascii=False)
-    except RecursionError:
-        raise _too_deep() from None
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        surrogate = f"U+{ord(text[error.start]):04X}"
-        raise bad_request(f"the body has a lone surrogate {surrogate}, which is not valid Unicode; remove it") from None
+    rest = [body]
+    while rest:
+        match one := rest.pop():
+            case str() if not one.isascii() and (found := next(find_all(LONE, one, 1), None)):
+                surrogate = f"U+{ord(found[0]):04X}"
+                raise bad_request(f"the body has a lone surrogate {surrogate}, which is not valid Unicode; remove it")
+            case dict():
+                rest += [*one.keys(), *one.values()]
+            case list():
+                rest += one
 
 
 class ItemsRoute(JsonRoute):

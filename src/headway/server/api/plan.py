@@ -8,7 +8,6 @@ defaults: temperature 1 and everything else off. A choice samples as `ctx.genera
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import GrammarTooSlow, InvalidInput, Unsupported, WrongType
+from headway.base.json_text import written_size
 from headway.base.rng import fresh_seed
 from headway.base.specs.logits_rules import NAMES as RULES
 from headway.base.specs.logits_rules import LogitsRuleValues
@@ -309,7 +309,7 @@ def check_tools(tools: Sequence[ToolDefinition], settings: ServerSettings) -> No
 
 def check_size(value: Any, where: str, settings: ServerSettings) -> None:
     """Raise if a schema or grammar is larger than the server's limit."""
-    size = len(value.encode() if isinstance(value, str) else json.dumps(value, ensure_ascii=False).encode())
+    size = len(value.encode()) if isinstance(value, str) else written_size(value)
     if size > settings.max_schema_bytes:
         raise bad_request(
             f"{where} has {size} bytes; at most {settings.max_schema_bytes} are allowed", where, "schema_too_large"

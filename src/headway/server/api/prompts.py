@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.base.dataclass import dataclass
+from headway.base.json_text import PIECE
 from headway.base.specs.probes import Ranked, Ranking
+from headway.base.text import short_repr
 from headway.models.adapters.adapter import Adapter
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.server.api.checks import RequestChecks, unknown_token
 from headway.server.api.tokens import ScoredToken
-from headway.server.errors import ApiError, bad_request
+from headway.server.errors import bad_request
 from headway.text.stream import TextStream
 
 ROWS = 64  # of a prompt scored in one pass, so that other requests do not wait long
@@ -50,49 +52,67 @@ async def read_prompts(
 
     With a `suffix` the model fills in what is between a prompt and it.
     """
+    return await check.threads.run(_read_prompts, given, check, truncate, max_tokens, suffix)
+
+
+def _read_prompts(
+    given: Any, check: RequestChecks, truncate: int | None, max_tokens: int | None, suffix: str | None
+) -> list[Prompt]:
     listed = given if isinstance(given, list) else [given]
-    if set(map(type, listed)) == {int}:
-        listed = [listed]
+    types = _types(listed)
+    if types == {int}:
+        listed, types = [listed], {list}
     if not listed:
         raise bad_request(f"prompt is empty; pass {FORMS}", "prompt")
     check.size("prompt", len(listed), check.settings.max_prompts)
-    types = {type(one) for one in listed}
     if types not in ({str}, {list}):
-        raise _wrong_types(listed)
-
+        names = ", ".join(sorted(type.__name__ for type in types))
+        raise bad_request(f"prompt is a list of {names}; pass {FORMS}", "prompt", "invalid_value")
     if suffix and types != {str}:
         raise bad_request("suffix needs prompts that are texts; pass texts, or remove it", "suffix")
 
     def read(one: Any, number: int) -> Prompt:
         if suffix:
             return _infilling(one, suffix, check)
-        prompt = _prompt(one, number, check, may_truncate=truncate is not None)
-        ids = check.truncated(prompt.ids, truncate, max_tokens)
-        return prompt if ids == prompt.ids else Prompt(ids, decode(ids, check.engine), prompt.from_text)
+        if isinstance(one, str):
+            return _text_prompt(one, check, truncate, max_tokens)
+        return _ids_prompt(one, number, check, truncate, max_tokens)
 
-    return await check.threads.run(lambda: [read(one, i) for i, one in enumerate(listed)])
-
-
-def _wrong_types(listed: list[Any]) -> ApiError:
-    names = ", ".join(sorted({type(one).__name__ for one in listed}))
-    return bad_request(f"prompt is a list of {names}; pass {FORMS}", "prompt", "invalid_value")
+    return [read(one, i) for i, one in enumerate(listed)]
 
 
-def _prompt(given: str | list[Any], number: int, check: RequestChecks, *, may_truncate: bool = False) -> Prompt:
-    engine = check.engine
-    if isinstance(given, str):
-        if not may_truncate:
-            check.text([given], "prompt")
-        return Prompt(encode(given, engine), given, True)
-    if not may_truncate or not given:
+def _types(listed: list[Any]) -> set[type]:
+    """The types of a list's entries, in short calls."""
+    types: set[type] = set()
+    for at in range(0, len(listed), PIECE):
+        types |= set(map(type, listed[at : at + PIECE]))
+    return types
+
+
+def _text_prompt(given: str, check: RequestChecks, truncate: int | None, max_tokens: int | None) -> Prompt:
+    if truncate is None:
+        check.text([given], "prompt")
+    whole = encode(given, check.engine)
+    ids = check.truncated(whole, truncate, max_tokens)
+    text = given if len(ids) == len(whole) else decode(ids, check.engine)
+    while len(whole) > len(ids):  # freeing megabytes of ids holds the GIL
+        del whole[-min(PIECE, len(whole) - len(ids)) :]
+    return Prompt(ids, text, True)
+
+
+def _ids_prompt(
+    given: list[Any], number: int, check: RequestChecks, truncate: int | None, max_tokens: int | None
+) -> Prompt:
+    if truncate is None or not given:
         check.max_new_tokens(len(given), None, 0, "prompt")
-    vocab = engine.vocab_size
+    vocab = check.engine.vocab_size
     for i, id in enumerate(given):
         if type(id) is not int:
-            raise bad_request(f"prompt[{number}][{i}] is {id!r:.60}; a token id must be an integer", "prompt")
+            raise bad_request(f"prompt[{number}][{i}] is {short_repr(id)}; a token id must be an integer", "prompt")
         if not 0 <= id < vocab:
             raise unknown_token(f"prompt[{number}][{i}]", id, vocab, "prompt")
-    return Prompt(tuple(given), decode(given, engine), False)
+    ids = check.truncated(given, truncate, max_tokens)
+    return Prompt(ids, decode(ids, check.engine), False)
 
 
 def _infilling(prefix: str, suffix: str, check: RequestChecks) -> Prompt:
@@ -122,13 +142,13 @@ def infill_ids(engine: Engine, what: str) -> tuple[int, int, int]:
     )
 
 
-def encode(text: str, engine: Engine, *, begin: bool = True, special: bool = False) -> tuple[int, ...]:
+def encode(text: str, engine: Engine, *, begin: bool = True, special: bool = False) -> list[int]:
     """The token ids of a text at the start of a context."""
     tokenizer = engine.tokenizer
     ids = tokenizer.encode(text, special=special)
     if begin and tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids = [tokenizer.bos_id, *ids]
-    return tuple(ids)
+        ids.insert(0, tokenizer.bos_id)
+    return ids
 
 
 def decode(ids: Sequence[int], engine: Engine) -> str:

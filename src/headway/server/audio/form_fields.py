@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.base.dataclass import dataclass
+from headway.base.text import short_repr
 from headway.server.api.form import FormPart, parse_form
 from headway.server.audio.output import FORMATS, TIMED
 from headway.server.errors import ApiError, bad_request
@@ -65,7 +66,9 @@ def read_form(content_type: str, body: bytes, settings: ServerSettings, *, trans
     for name in parts:
         if name not in known:
             hint = UNSUPPORTED.get(name, "remove it")
-            raise bad_request(f"the field {name!r:.80} is unknown or not supported; {hint}", name[:80], "unknown_field")
+            raise bad_request(
+                f"the field {short_repr(name)} is unknown or not supported; {hint}", name[:80], "unknown_field"
+            )
     if "file" not in parts:
         raise bad_request("the field 'file' is required", "file", "missing_field")
     file = parts["file"][0]
@@ -113,7 +116,9 @@ class _Texts:
     def choices(self, name: str, known: tuple[str, ...]) -> list[str]:
         for value in (given := self.all(name)):
             if value not in known:
-                raise bad_request(f"{name} is {value!r:.60}; it must be {' or '.join(known)}", name, "invalid_value")
+                raise bad_request(
+                    f"{name} is {short_repr(value)}; it must be {' or '.join(known)}", name, "invalid_value"
+                )
         return given
 
     def choice(self, name: str, known: tuple[str, ...]) -> str | None:
@@ -126,7 +131,7 @@ class _Texts:
 
 def _language(text: str) -> str:
     if not LANGUAGE.fullmatch(text):
-        raise bad_request(f"language is {text!r:.60}; it must be a code such as en, or a name", "language")
+        raise bad_request(f"language is {short_repr(text)}; it must be a code such as en, or a name", "language")
     return text.lower()
 
 
@@ -137,4 +142,6 @@ def _temperature(text: str) -> float:
 
 
 def _out_of_range(text: str) -> ApiError:
-    return bad_request(f"temperature is {text!r:.60}; it must be a number in [0, 2]", "temperature", "out_of_range")
+    return bad_request(
+        f"temperature is {short_repr(text)}; it must be a number in [0, 2]", "temperature", "out_of_range"
+    )

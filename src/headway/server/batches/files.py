@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.base.dataclass import dataclass
-from headway.base.text import format_bytes
+from headway.base.text import format_bytes, short_repr
 from headway.server.errors import ApiError, bad_request
 from headway.server.keys import Tenant
 from headway.server.settings import ServerSettings
@@ -77,7 +77,7 @@ class FileStore:
         if stored is None:
             raise ApiError(
                 404,
-                f"there is no file {id!r:.80}; it never was, or was deleted, or its time is over",
+                f"there is no file {short_repr(id)}; it never was, or was deleted, or its time is over",
                 param=param,
                 code="file_not_found",
             )
@@ -94,6 +94,10 @@ class FileStore:
                 "file",
                 "too_many_files",
             )
+
+    def new_path(self) -> Path:
+        """Where a file may be written that is then added."""
+        return self.folder / f"new-{secrets.token_hex(12)}"
 
     def add(
         self, tenant: Tenant, name: str, purpose: str, *, data: bytes | None = None, path: Path | None = None,

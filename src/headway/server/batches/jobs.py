@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
+from headway.base.text import short_repr
 from headway.jobs.folder import JobFolder
 from headway.jobs.records import Record, file_digest, records
 from headway.jobs.requests import OpenAIRows, RequestWorker, RowRequest, RowResponse, unique
@@ -118,7 +119,7 @@ class BatchStore:
         if batch is None:
             raise ApiError(
                 404,
-                f"there is no batch {id!r:.80}; it never was, or its time is over",
+                f"there is no batch {short_repr(id)}; it never was, or its time is over",
                 param="batch_id",
                 code="batch_not_found",
             )

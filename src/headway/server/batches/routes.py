@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import FileResponse, Response
 
+from headway.base.text import short_repr
 from headway.jobs.requests import ENDPOINTS
 from headway.server.api.form import FormPart, parse_form
 from headway.server.api.parsing import JsonRoute
@@ -71,22 +72,29 @@ def _state(request: Request) -> tuple[Tenant, BatchStore, FileStore]:
 async def create_file(request: Request) -> dict[str, Any]:
     """Keep a file of requests for a batch."""
     tenant, _, files = _state(request)
-    form = parse_form(request.headers.get("content-type", ""), await request.body())
+    threads = request.app.state.serving.readers
+    form = await threads.run(parse_form, request.headers.get("content-type", ""), await request.body())
     parts = {name: part for name, [part] in form.items()}
     known = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
     if unknown := next((name for name in parts if name not in known), None):
-        raise bad_request(f"the field {unknown!r:.80} is unknown or not supported; remove it", unknown[:80])
+        raise bad_request(f"the field {short_repr(unknown)} is unknown or not supported; remove it", unknown[:80])
     for name in ("file", "purpose"):
         if name not in parts:
             raise bad_request(f"the field {name!r} is required", name, "missing_field")
     if parts["purpose"].text != "batch":
-        raise bad_request(f"purpose is {parts['purpose'].text!r:.80}; it must be 'batch'", "purpose")
+        raise bad_request(f"purpose is {short_repr(parts['purpose'].text)}; it must be 'batch'", "purpose")
     file = parts["file"]
     if not file.filename or len(file.filename) > MAX_NAME:
         raise bad_request(f"the file needs a name of 1 to {MAX_NAME} characters", "file")
     files.check_room(tenant, len(file.value))
     seconds = _seconds(parts, request.app.state.serving.settings.file_seconds)
-    return files.add(tenant, file.filename, "batch", data=file.value, seconds=seconds).fields()
+    path = files.new_path()
+    try:
+        await threads.run(path.write_bytes, file.value)
+        files.check_room(tenant, len(file.value))  # others may have been added meanwhile
+        return files.add(tenant, file.filename, "batch", path=path, seconds=seconds).fields()
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _seconds(parts: dict[str, FormPart], limit: float) -> float | None:
@@ -98,7 +106,7 @@ def _seconds(parts: dict[str, FormPart], limit: float) -> float | None:
     text = "" if seconds is None else seconds.text
     if not re.fullmatch(r"[0-9]{1,9}", text) or not MIN_FILE_SECONDS <= int(text) <= limit:
         raise bad_request(
-            f"expires_after.seconds is {text!r:.80}; it must be an integer in [{MIN_FILE_SECONDS}, {limit:g}]",
+            f"expires_after.seconds is {short_repr(text)}; it must be an integer in [{MIN_FILE_SECONDS}, {limit:g}]",
             "expires_after.seconds",
         )
     return float(text)
@@ -149,7 +157,7 @@ async def create_batch(body: BatchRequest, request: Request) -> dict[str, Any]:
     """Compute the requests of a file in the background."""
     tenant, batches, files = _state(request)
     if body.endpoint not in ENDPOINTS:
-        raise bad_request(f"endpoint is {body.endpoint!r:.80}; it must be {', '.join(ENDPOINTS)}", "endpoint")
+        raise bad_request(f"endpoint is {short_repr(body.endpoint)}; it must be {', '.join(ENDPOINTS)}", "endpoint")
     _check_metadata(body.metadata or {})
     file = files.get(tenant, body.input_file_id, "input_file_id")
     if file.purpose != "batch":
@@ -203,7 +211,7 @@ def _page(items: Sequence[Item], limit: int, after: str | None) -> tuple[Sequenc
     """A page of a list, and whether more follow."""
     ids = [item.id for item in items]
     if after is not None and after not in ids:
-        raise bad_request(f"after is {after!r:.80}; it must be the id of an entry of this list", "after")
+        raise bad_request(f"after is {short_repr(after)}; it must be the id of an entry of this list", "after")
     start = 0 if after is None else ids.index(after) + 1
     return items[start : start + limit], start + limit < len(items)
 

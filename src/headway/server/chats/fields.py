@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from headway.base.text import short_repr
 from headway.program.engine import Engine
 from headway.server.api.request_schema import (
     AllowedToolChoice,
@@ -74,7 +75,9 @@ def _with_allowed_tools(body: ChatRequest) -> ChatRequest:
     allowed = {tool.function.name for tool in choice.tools}
     names = [tool.function.name for tool in body.tools or ()]
     if missing := sorted(allowed - set(names)):
-        raise bad_request(f"tool_choice allows {missing[0]!r:.80}; the tools are {', '.join(names)}", "tool_choice")
+        raise bad_request(
+            f"tool_choice allows {short_repr(missing[0])}; the tools are {', '.join(names)}", "tool_choice"
+        )
     tools = [tool for tool in body.tools or () if tool.function.name in allowed]
     return body.model_copy(update={"tools": tools, "tool_choice": choice.mode})
 

@@ -5,12 +5,13 @@ Everything here is pure computation that runs in a thread, without a context or 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.json_text import Budget, TooManyValues, loads
+from headway.base.text import short_repr
 from headway.program.chat.conversation import ChatWriter, Conversation
 from headway.program.chat.messages import reply_format, tool_format
 from headway.program.chat.tools import ToolSet
@@ -110,9 +111,9 @@ def texts_of(messages: Sequence[ChatMessage]) -> Iterator[str]:
 
 def _template_messages(messages: Sequence[ChatMessage], source: str) -> tuple[dict[str, Any], ...]:
     calls: dict[str, str] = {}  # tool names by the ids of calls so far
-    result = []
+    budget, result = Budget(), []
     for i, message in enumerate(messages):
-        result.append(as_message(message, calls, source, f"messages[{i}]"))
+        result.append(as_message(message, calls, source, f"messages[{i}]", budget))
         calls |= {call.id: call.function.name for call in message.tool_calls or ()}
     return tuple(result)
 
@@ -134,10 +135,12 @@ def toolbox(tools: Sequence[ToolDefinition]) -> ToolSet:
         raise bad_request(str(error), "tools") from error
 
 
-def as_message(message: ChatMessage, calls: Mapping[str, str], source: str, where: str) -> dict[str, Any]:
+def as_message(
+    message: ChatMessage, calls: Mapping[str, str], source: str, where: str, budget: Budget
+) -> dict[str, Any]:
     """One message as templates take it: developer becomes system unless the template knows both; arguments are parsed.
 
-    `calls` has the tool names of earlier calls by their ids.
+    `calls` has the tool names of earlier calls by their ids. `budget` is what all arguments may have together.
     """
     role = message.role
     if role == "developer" and "developer" not in source:
@@ -148,7 +151,7 @@ def as_message(message: ChatMessage, calls: Mapping[str, str], source: str, wher
     if message.name is not None:
         result["name"] = message.name
     if message.role == "assistant":
-        return result | _assistant_fields(message, source, where)
+        return result | _assistant_fields(message, source, where, budget)
     for field in ("tool_calls", "reasoning_content", "refusal"):
         if getattr(message, field) is not None:
             raise bad_request(
@@ -163,7 +166,7 @@ def as_message(message: ChatMessage, calls: Mapping[str, str], source: str, wher
     return result
 
 
-def _assistant_fields(message: ChatMessage, source: str, where: str) -> dict[str, Any]:
+def _assistant_fields(message: ChatMessage, source: str, where: str, budget: Budget) -> dict[str, Any]:
     """The fields that only an assistant's message has."""
     result: dict[str, Any] = {}
     if message.refusal and message.content:
@@ -177,7 +180,8 @@ def _assistant_fields(message: ChatMessage, source: str, where: str) -> dict[str
     if message.reasoning_content is not None:
         result["reasoning_content"] = result["thinking"] = message.reasoning_content
     if message.tool_calls:
-        result["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        named = [(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        result["tool_calls"] = [_call(call, name, budget) for call, name in named]
     elif message.content is None and message.refusal is None:
         raise bad_request(
             f"{where} of an assistant has neither content nor tool_calls; pass one of them", f"{where}.content"
@@ -185,15 +189,17 @@ def _assistant_fields(message: ChatMessage, source: str, where: str) -> dict[str
     return result
 
 
-def _call(call: MessageToolCall, where: str) -> dict[str, Any]:
+def _call(call: MessageToolCall, where: str, budget: Budget) -> dict[str, Any]:
+    field = f"{where}.function.arguments"
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = loads(call.function.arguments or "{}", budget=budget)
+    except TooManyValues as error:
+        raise bad_request(f"{field} has, with those before it, {error}", field, "too_many") from None
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise bad_request(
-            f"{where}.function.arguments is {call.function.arguments!r:.60}; it must be the text of a JSON object",
-            f"{where}.function.arguments",
+            f"{field} is {short_repr(call.function.arguments)}; it must be the text of a JSON object", field
         )
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
@@ -207,12 +213,12 @@ def _tool_fields(message: ChatMessage, calls: Mapping[str, str], where: str) -> 
     name = calls.get(message.tool_call_id)
     if name is None:
         raise bad_request(
-            f"{where}.tool_call_id is {message.tool_call_id!r:.60}; no earlier call has that id",
+            f"{where}.tool_call_id is {short_repr(message.tool_call_id)}; no earlier call has that id",
             f"{where}.tool_call_id",
         )
     if message.name is not None and message.name != name:
         raise bad_request(
-            f"{where}.name is {message.name!r:.60}; the call it answers is to {name!r:.60}", f"{where}.name"
+            f"{where}.name is {short_repr(message.name)}; the call it answers is to {short_repr(name)}", f"{where}.name"
         )
     return {"tool_call_id": message.tool_call_id, "name": name}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headway.base.dataclass import dataclass
+from headway.base.text import short_repr
 from headway.program.constraints.grammar import Grammar
 from headway.server.api.checks import RequestChecks
 from headway.server.api.plan import RequestPlan, check_size, check_tools, grammar_of, plan_request
@@ -116,7 +117,7 @@ def _tool_policy(body: ChatRequest, settings: ServerSettings) -> ToolPolicy:
     if not names:
         raise bad_request("tool_choice requires a call, and there are no tools; pass some in tools", "tool_choice")
     if name and name not in names:
-        raise bad_request(f"tool_choice names {name!r:.80}; the tools are {', '.join(names)}", "tool_choice")
+        raise bad_request(f"tool_choice names {short_repr(name)}; the tools are {', '.join(names)}", "tool_choice")
     return ToolPolicy(name, strict, True, custom=custom)
 
 

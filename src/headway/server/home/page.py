@@ -8,9 +8,10 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
+from headway.base.text import short_repr
 from headway.server.api.response_schema import COMMON, Index, ok
 from headway.server.errors import ApiError
-from headway.server.page_files import PAGE_HEADERS, TYPES, read_files
+from headway.server.home.page_files import PAGE_HEADERS, TYPES, read_files
 
 STATIC = Path(__file__).with_name("static")
 LINKS = {
@@ -46,5 +47,5 @@ router.add_api_route("/", index, methods=["HEAD"], include_in_schema=False)  # O
 async def file(name: str) -> Response:
     """One of the page's files."""
     if name not in files():
-        raise ApiError(404, f"there is no file {name!r:.80}", code="not_found")
+        raise ApiError(404, f"there is no file {short_repr(name)}", code="not_found")
     return Response(files()[name], headers=PAGE_HEADERS, media_type=TYPES[Path(name).suffix])

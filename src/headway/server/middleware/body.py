@@ -22,8 +22,7 @@ class BodyReader:
     """Reads a body and passes it on in one piece. Also bounds the bytes that all requests hold together."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
-        self._app, self._settings = app, serving.settings
-        self._held = 0  # bytes of the bodies of all requests in flight
+        self._app, self._settings, self._serving = app, serving.settings, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,7 +37,7 @@ class BodyReader:
         except ClientDisconnected:
             return
         finally:
-            self._held -= sum(map(len, pieces))
+            self._serving.let_go_of_body(sum(map(len, pieces)))
 
     async def _read(self, declared: int, pieces: list[bytes], receive: Receive) -> None:
         settings = self._settings
@@ -54,7 +53,7 @@ class BodyReader:
                     piece, more = message.get("body", b""), message.get("more_body", False)
                     size += len(piece)
                     self._check(size)
-                    if self._held + len(piece) > settings.max_total_body_bytes:
+                    if self._serving.body_bytes + len(piece) > settings.max_total_body_bytes:
                         raise ApiError(
                             503,
                             "too many large requests at the same time; try again in 1 s",
@@ -62,7 +61,7 @@ class BodyReader:
                             headers={"Retry-After": "1"},
                         )
                     pieces.append(piece)
-                    self._held += len(piece)
+                    self._serving.body_bytes += len(piece)
         except TimeoutError:
             raise ApiError(
                 408, f"the request body did not arrive within {settings.body_timeout:g} s", code="body_timeout"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from headway.program.generation.speculation.drafter import Drafter
 
 FREE_SECONDS = 2.0  # for the last references to a closed engine to go
-SWITCH_SECONDS = 0.0005  # between threads while a model loads, so that its Python code stops nobody's tokens
 
 
 def opened(model: ServedModel, memory: int | None) -> LoadedEngine:
@@ -28,19 +25,18 @@ def opened(model: ServedModel, memory: int | None) -> LoadedEngine:
         model.progress = done, total
 
     source = model.source
-    with _SWITCHES:
-        engine = source.open(memory, progress)
-        try:
-            model.adapters.open(engine)
-            drafter: Drafter | None = None
-            if source.open_drafter is not None:
-                drafter = source.open_drafter()
-                with engine.context() as context:  # raises if it cannot draft for this model
-                    context.fill([0]).generate(Argmax(), speculate=drafter)
-            return LoadedEngine(engine, drafter, engine.events(STEPS))
-        except BaseException:
-            engine.close()
-            raise
+    engine = source.open(memory, progress)
+    try:
+        model.adapters.open(engine)
+        drafter: Drafter | None = None
+        if source.open_drafter is not None:
+            drafter = source.open_drafter()
+            with engine.context() as context:  # raises if it cannot draft for this model
+                context.fill([0]).generate(Argmax(), speculate=drafter)
+        return LoadedEngine(engine, drafter, engine.events(STEPS))
+    except BaseException:
+        engine.close()
+        raise
 
 
 def discard(loaded: LoadedEngine) -> None:
@@ -74,27 +70,3 @@ def facts(engine: Engine) -> dict[str, Any]:
         "pages": pages,
         "kv_cache": cache,
     }
-
-
-class _ShortSwitches:
-    """Threads take turns more often while any model loads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count, self._usual = 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._count:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(SWITCH_SECONDS, self._usual))
-            self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                sys.setswitchinterval(self._usual)
-
-
-_SWITCHES = _ShortSwitches()

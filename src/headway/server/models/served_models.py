@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError, ModelError, OutOfMemory
-from headway.base.text import format_bytes
+from headway.base.text import format_bytes, short_repr
 from headway.server import logs
 from headway.server.adapters import ServedAdapter
 from headway.server.errors import ApiError, bad_request
@@ -120,7 +120,7 @@ class ServedModels:
             )
         raise ApiError(
             404,
-            f"model {name!r:.80} does not exist; this server has {listed or 'none'}",
+            f"model {short_repr(name)} does not exist; this server has {listed or 'none'}",
             param="model",
             code="model_not_found",
         )
@@ -156,7 +156,9 @@ class ServedModels:
 
     def _adapter(self, model: ServedModel, name: str) -> ServedAdapter:
         if (adapter := model.adapters.names.get(name)) is None:  # unloaded while the model was
-            raise ApiError(404, f"model {name!r:.80} does not exist any more", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"model {short_repr(name)} does not exist any more", param="model", code="model_not_found"
+            )
         return adapter
 
     def _the_only(self, model: ServedModel, *, is_session: bool) -> LoadedEngine:
@@ -386,6 +388,7 @@ class ServedModels:
 
     def _set_absent(self, model: ServedModel) -> None:
         model.state, model.bytes, model.progress = "absent", 0, None
+        model.idle_timeout = self._settings.idle_timeout
         self._changed.set()
         self._changed = asyncio.Event()
         if model.waiters:
@@ -402,7 +405,7 @@ class ServedModels:
                 model.failure, model.retry_at = ModelError("its engine has stopped"), now + FIRST_RETRY
                 logs.log(logs.CRITICAL, "the engine's worker has died", model=model.name)
                 self._close(model)
-            elif not model.is_kept and not loaded.users and now - model.used_at >= self._settings.idle_timeout:
+            elif not model.is_kept and not loaded.users and now - model.used_at >= model.idle_timeout:
                 self._close(model)
 
     async def close(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from headway.base.json_text import write
 from headway.base.specs.generation import parameters_of
+from headway.base.text import short_repr
 from headway.program.chat.tools import ToolSet
 from headway.program.constraints.grammar import Grammar
 from headway.program.engine import Engine
@@ -178,7 +179,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
 
 
 def _call(call: OllamaCall, number: int) -> MessageToolCall:
-    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+    arguments = write(call.function.arguments)
     function = MessageFunctionCall(name=call.function.name, arguments=arguments)
     return MessageToolCall(id=call.id or f"call{number:05d}", function=function)
 
@@ -188,4 +189,4 @@ def _answered(message: OllamaMessage, waiting: Sequence[MessageToolCall], where:
         if message.tool_name in (None, call.function.name) and message.tool_call_id in (None, call.id):
             return call
     named = message.tool_name or message.tool_call_id or "a tool"
-    raise bad_request(f"{where} is the result of {named!r:.60}, and no earlier call waits for it", where)
+    raise bad_request(f"{where} is the result of {short_repr(named)}, and no earlier call waits for it", where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
+from headway.base.text import short_repr
 from headway.server import logs
 from headway.server.api.parsing import JsonRoute
 from headway.server.api.request_schema import LoadAdapterRequest, UnloadAdapterRequest
@@ -23,7 +24,9 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Plain
     _check_admin(serving, request)
     lease, models = await requested_model(request, body.base_model_name), serving.models
     if lease.adapter is not None:
-        raise bad_request(f"base_model_name is {body.base_model_name!r:.80}, an adapter itself", "base_model_name")
+        raise bad_request(
+            f"base_model_name is {short_repr(body.base_model_name)}, an adapter itself", "base_model_name"
+        )
     owner = models.adapter_owner(body.lora_name)
     await lease.model.adapters.load(
         lease.engine,

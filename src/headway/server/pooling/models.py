@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, UnsupportedModel
+from headway.base.text import short_repr
 from headway.server.errors import ApiError, bad_request
 from headway.server.settings import named_model
 
@@ -108,7 +109,7 @@ class PoolingModels:
         names = ", ".join(repr(pool.name) for pool in candidates)
         raise ApiError(
             404,
-            f"model {model!r:.80} does not exist for this route; this server has {names}",
+            f"model {short_repr(model)} does not exist for this route; this server has {names}",
             param="model",
             code="model_not_found",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from headway.base.text import short_repr
 from headway.server.errors import ApiError, bad_request
 from headway.server.keys import Tenant
 from headway.server.settings import ServerSettings
@@ -30,13 +31,15 @@ class InstalledPrograms:
     def find(self, tenant: Tenant, name: str) -> str:
         """A source; raises a 404."""
         if (source := self.of(tenant).get(name)) is None:
-            raise ApiError(404, f"this key has no installed program {name!r:.80}", code="program_not_found")
+            raise ApiError(404, f"this key has no installed program {short_repr(name)}", code="program_not_found")
         return source
 
     def install(self, tenant: Tenant, name: str, source: str) -> None:
         """Keep a source under a name, instead of the one before."""
         if not NAME.fullmatch(name):
-            raise bad_request(f"{name!r:.80} is not a name for a program; use 1 to 64 of A-Z a-z 0-9 _ . -", "name")
+            raise bad_request(
+                f"{short_repr(name)} is not a name for a program; use 1 to 64 of A-Z a-z 0-9 _ . -", "name"
+            )
         own, settings = self.of(tenant), self._settings
         size = len(source.encode(errors="surrogatepass"))
         if size > settings.max_program_bytes:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from headway.base.text import short_repr
 from headway.server.api.parsing import ConversationRoute
 from headway.server.api.request_schema import FailAtFirst, RequestSchema
 from headway.server.api.response_schema import ERRORS, QUEUE_ERRORS, ResponseSchema, ok
@@ -149,5 +150,5 @@ def _own(id: str, request: Request) -> StoredConversation:
 
 def _page(items: list[dict[str, Any]], limit: int, order: ItemOrder, after: str | None) -> Response:
     if after is not None and all(item["id"] != after for item in items):
-        raise bad_request(f"after is {after!r:.80}; it must be the id of an item", "after")
+        raise bad_request(f"after is {short_repr(after)}; it must be the id of an item", "after")
     return Response(json_bytes(item_page(items, limit, order, after)), media_type="application/json")

@@ -15,6 +15,7 @@ from dataclasses import field
 from typing import Any
 
 from headway.base.dataclass import dataclass
+from headway.base.text import short_repr
 from headway.server.api.request_schema import ChatMessage
 from headway.server.api.streaming import json_bytes
 from headway.server.errors import ApiError, bad_request
@@ -75,7 +76,10 @@ class StoredConversation:
         """An item; raises a 404 for any other id."""
         if id not in self.items:
             raise ApiError(
-                404, f"the conversation has no item {id!r:.80}", param="item_id", code="conversation_item_not_found"
+                404,
+                f"the conversation has no item {short_repr(id)}",
+                param="item_id",
+                code="conversation_item_not_found",
             )
         return self.items[id]
 
@@ -102,7 +106,7 @@ class StoredConversation:
             messages = chat_messages(tuple(left.values()))
         except ApiError as error:
             raise bad_request(
-                f"item {id!r:.80} is a call whose output is in the conversation; delete that first", "item_id"
+                f"item {short_repr(id)} is a call whose output is in the conversation; delete that first", "item_id"
             ) from error
         self.items, self.messages = left, messages
         self.items_bytes -= items_size([gone])
@@ -110,7 +114,15 @@ class StoredConversation:
 
 def items_size(items: Sequence[InputItem]) -> int:
     """The bytes of items."""
-    return sum(len(item.model_dump_json(exclude_none=True)) for item in items)
+    return sum(map(_item_size, items))
+
+
+def _item_size(item: InputItem) -> int:
+    """The bytes of one item; each of its parts is written alone, since there may be thousands."""
+    if not isinstance(item.content, list):
+        return len(item.model_dump_json(exclude_none=True))
+    parts = sum(len(part.model_dump_json(exclude_none=True)) + 1 for part in item.content)
+    return len(item.model_copy(update={"content": []}).model_dump_json(exclude_none=True)) + parts
 
 
 def _check_limits(messages: int, size: int, settings: ServerSettings) -> None:

@@ -6,10 +6,11 @@ A model's turn is several items here (reasoning, a message, calls) and one messa
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from headway.base.json_text import TooManyValues, loads
+from headway.base.text import short_repr
 from headway.server.api.request_schema import (
     AllowedToolChoice,
     AllowedTools,
@@ -112,7 +113,7 @@ def _tool(tool: FunctionTool | CustomTool) -> ToolDefinition:
     given = () if format is None else tuple(one is not None for one in (format.definition, format.syntax))
     if format is not None and set(given) != {format.type == "grammar"}:
         raise bad_request(
-            f"the custom tool {tool.name!r:.60} needs a definition and a syntax in a format of type grammar, and "
+            f"the custom tool {short_repr(tool.name)} needs a definition and a syntax in a format of type grammar, and "
             "neither in one of type text",
             "tools",
         )
@@ -146,9 +147,9 @@ def _chosen(choice: NamedFunctionTool | NamedMcpTool, offered: Offered) -> list[
     own = offered.get(choice.server_label, {})
     names = [tool.name for name, tool in own.items() if choice.name in (None, name)]
     if not names:
-        what = f"no tool {choice.name!r:.60}" if choice.name else "no tools"
+        what = f"no tool {short_repr(choice.name)}" if choice.name else "no tools"
         raise bad_request(
-            f"tool_choice names the MCP server {choice.server_label!r:.60}, which has {what} in this request",
+            f"tool_choice names the MCP server {short_repr(choice.server_label)}, which has {what} in this request",
             "tool_choice",
         )
     return names
@@ -254,12 +255,15 @@ def _call(item: InputItem, where: str) -> MessageToolCall:
             raise _missing(f"{where}.{field}", "a function_call")
     call_id, name, arguments = str(item.call_id), str(item.name), str(item.arguments)
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = loads(arguments or "{}", bounded=True)
+    except TooManyValues as error:
+        raise bad_request(f"{where}.arguments has {error}", f"{where}.arguments", "too_many") from None
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise bad_request(
-            f"{where}.arguments is {arguments!r:.60}; it must be the text of a JSON object", f"{where}.arguments"
+            f"{where}.arguments is {short_repr(arguments)}; it must be the text of a JSON object",
+            f"{where}.arguments",
         )
     return MessageToolCall(id=call_id, function=MessageFunctionCall(name=name, arguments=arguments))
 
@@ -297,10 +301,10 @@ def _approval(item: InputItem, where: str, calls: set[str], answered: set[str]) 
     id, where = _short_id(str(item.approval_request_id)), f"{where}.approval_request_id"
     if id not in calls:
         raise bad_request(
-            f"{where} is {item.approval_request_id!r:.60}; no earlier mcp_approval_request has that id", where
+            f"{where} is {short_repr(item.approval_request_id)}; no earlier mcp_approval_request has that id", where
         )
     if id in answered:
-        raise bad_request(f"{where} is {item.approval_request_id!r:.60}, which was answered before", where)
+        raise bad_request(f"{where} is {short_repr(item.approval_request_id)}, which was answered before", where)
     answered.add(id)
     if item.approve:
         return []
@@ -325,7 +329,9 @@ def _call_output(item: InputItem, where: str, calls: set[str]) -> dict[str, Any]
         raise _missing(f"{where}.output", f"a {item.type}")
     if item.call_id not in calls:
         kind = (item.type or "").removesuffix("_output")
-        raise bad_request(f"{where}.call_id is {item.call_id!r:.60}; no earlier {kind} has that id", f"{where}.call_id")
+        raise bad_request(
+            f"{where}.call_id is {short_repr(item.call_id)}; no earlier {kind} has that id", f"{where}.call_id"
+        )
     content = _text(item.output, item.type or "", f"{where}.output")
     return {"role": "tool", "tool_call_id": item.call_id, "content": content}
 

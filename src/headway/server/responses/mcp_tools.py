@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.program.chat.tools import NAME
 from headway.server.api.request_schema import FunctionDefinition
 from headway.server.errors import ApiError, bad_request
@@ -76,8 +77,8 @@ class OfferedTools:
 def not_offered(call: ApprovedCall) -> ApiError:
     """A call was approved whose tool the request does not have."""
     return bad_request(
-        f"input approves a call of {call.name!r:.60} of the MCP server {call.label!r:.60}, which this request does not "
-        "have; pass that server in tools, as the request before did",
+        f"input approves a call of {short_repr(call.name)} of the MCP server {short_repr(call.label)}, which this "
+        "request does not have; pass that server in tools, as the request before did",
         "tools",
     )
 
@@ -151,8 +152,8 @@ async def _session(tool: McpServerTool, where: str, servers: McpServers, tenant:
         entry = servers.entry(tool.server_label, tenant.name)
         if entry is None:
             raise bad_request(
-                f"{where}.server_label is {tool.server_label!r:.60}; this server has no MCP server of that name for "
-                "this key: pass a server_url, or ask its operator, who names them with --mcp",
+                f"{where}.server_label is {short_repr(tool.server_label)}; this server has no MCP server of that "
+                "name for this key: pass a server_url, or ask its operator, who names them with --mcp",
                 f"{where}.server_label",
                 "mcp_server_not_found",
             )
@@ -216,7 +217,8 @@ def _check_sizes(tools: Sequence[McpTool], settings: ServerSettings, more: int) 
     for name, size in sizes.items():
         if size > settings.max_schema_bytes:
             raise McpError(
-                f"the schema of its tool {name!r:.60} has {size} bytes; at most {settings.max_schema_bytes} are allowed"
+                f"the schema of its tool {short_repr(name)} has {size} bytes; at most "
+                f"{settings.max_schema_bytes} are allowed"
             )
     total = sum(sizes.values()) + sum(len(tool.name) + len(tool.description) + more for tool in tools)
     if total > settings.max_tools_bytes:
@@ -226,8 +228,8 @@ def _check_sizes(tools: Sequence[McpTool], settings: ServerSettings, more: int) 
 def _check(tool: McpServerTool, where: str, settings: ServerSettings) -> None:
     if not LABEL.fullmatch(tool.server_label):
         raise bad_request(
-            f"{where}.server_label is {tool.server_label!r:.80}; it must be 1 to 64 of A-Z a-z 0-9 _ - and begin with "
-            "a letter",
+            f"{where}.server_label is {short_repr(tool.server_label)}; it must be 1 to 64 of A-Z a-z 0-9 _ - and "
+            "begin with a letter",
             f"{where}.server_label",
         )
     if (size := len(tool.server_description or "")) > settings.max_tools_bytes:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from headway.base.text import short_repr
 from headway.server.api.checks import RequestChecks
 from headway.server.api.parsing import ItemsRoute
 from headway.server.api.response_schema import ERRORS, QUEUE_ERRORS, ok
@@ -149,7 +150,7 @@ async def list_input_items(
     serving: Serving = request.app.state.serving
     stored = request.app.state.responses.get(serving.tenant(request), response_id)
     if after is not None and all(item["id"] != after for item in stored.input_items):
-        raise bad_request(f"after is {after!r:.80}; it must be the id of an input item", "after")
+        raise bad_request(f"after is {short_repr(after)}; it must be the id of an input item", "after")
     return Response(json_bytes(item_page(stored.input_items, limit, order, after)), media_type="application/json")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
+from headway.base.text import short_repr
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.server.api.plan import RequestPlan
@@ -81,7 +82,7 @@ class ResponseStore:
         if not isinstance(stored, StoredResponse):
             raise ApiError(
                 404,
-                f"there is no response {id!r:.80}; it was never stored, or was deleted, or its time is over",
+                f"there is no response {short_repr(id)}; it was never stored, or was deleted, or its time is over",
                 param="response_id",
                 code="response_not_found",
             )
@@ -93,7 +94,7 @@ class ResponseStore:
         if not isinstance(stored, StoredConversation):
             raise ApiError(
                 404,
-                f"there is no conversation {id!r:.80}; it never was, or was deleted, or its time is over",
+                f"there is no conversation {short_repr(id)}; it never was, or was deleted, or its time is over",
                 param="conversation",
                 code="conversation_not_found",
             )

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from headway.base.dataclass import dataclass
+from headway.base.text import short_repr
 from headway.program.context import Context
 from headway.server import logs
 from headway.server.api.request_schema import ChatMessage
@@ -150,7 +151,9 @@ def _approved(items: Sequence[InputItem], earlier: Mapping[str, ApprovedCall]) -
         if item.type == "mcp_approval_response":
             id = str(item.approval_request_id)
             if id not in requests:  # a call of another kind
-                raise bad_request(f"input[{i}].approval_request_id is {id!r:.60}, which asks for no approval", "input")
+                raise bad_request(
+                    f"input[{i}].approval_request_id is {short_repr(id)}, which asks for no approval", "input"
+                )
             pending += [requests[id]] if item.approve and id not in made else []
         elif pending:
             raise bad_request(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from headway.base.errors import InvalidInput, InvalidToken, Unsupported, WrongType
+from headway.base.text import short_repr
 from headway.program.generation.draws import Drawing
 from headway.program.generation.hooks import RunningBeam
 from headway.program.generation.speculation.drafter import Draft
@@ -81,7 +82,7 @@ class ClientConstraint:
             case {"mask": mask, "forced": list(forced), "may_end": bool(may_end), "finished": bool(finished)}:
                 pass
             case _:
-                raise BadMessage(f"{state!r:.80} is not the state of a constraint; see docs/protocol.md")
+                raise BadMessage(f"{short_repr(state)} is not the state of a constraint; see docs/protocol.md")
         if mask is not None and (not isinstance(mask, np.ndarray) or mask.dtype != np.uint32):
             raise WrongType("the mask of a constraint must be uint32 words over all tokens, or None")
         self._mask, self._forced, self.may_end, self.finished = mask, forced, may_end, finished
@@ -129,7 +130,7 @@ def _allows(mask: np.ndarray, token: int) -> bool:
 def _named_kind(name: Any, base: type) -> Any:
     """The class under the name of the client's own, for messages."""
     if not isinstance(name, str) or not name.isidentifier() or len(name) > 80:
-        raise BadMessage(f"{name!r:.80} is not the name of a class")
+        raise BadMessage(f"{short_repr(name)} is not the name of a class")
     return type(name, (base,), {})
 
 
@@ -139,7 +140,7 @@ def client_constraint(caller: Caller, given: Any, vocab: int) -> ClientConstrain
         case {"object": int(of), "copy": bool(copies), "name": name}:
             base = CopyableConstraint if copies else ClientConstraint
             return _named_kind(name, base)(caller, of, vocab)
-    raise BadMessage(f"{given!r:.80} is not a constraint; see docs/protocol.md")
+    raise BadMessage(f"{short_repr(given)} is not a constraint; see docs/protocol.md")
 
 
 class ClientDrafter:
@@ -153,7 +154,7 @@ class ClientDrafter:
             case [drafted, parents, probabilities, int(kind), float() | int() as chance]:
                 return Draft(drafted, parents, probabilities, kind, float(chance))
             case other:
-                raise BadMessage(f"{other!r:.80} is not a draft; see docs/protocol.md")
+                raise BadMessage(f"{short_repr(other)} is not a draft; see docs/protocol.md")
 
     def accept(self, tokens: Sequence[int]) -> None:
         self._caller.tell(self._of, "accept", np.array(tokens, np.int32))
@@ -184,7 +185,7 @@ def client_drafter(caller: Caller, given: Any) -> ClientDrafter:
         case {"object": int(of), "copy": bool(copies), "adaptive": bool(adaptive), "draws": bool(draws), "name": name}:
             base = DrawingDrafter if draws else CopyableDrafter if copies else ClientDrafter
             return _named_kind(name, base)(caller, of, adaptive)
-    raise BadMessage(f"{given!r:.80} is not a drafter; see docs/protocol.md")
+    raise BadMessage(f"{short_repr(given)} is not a drafter; see docs/protocol.md")
 
 
 def logits_hook(caller: Caller, of: int) -> Callable[..., Awaitable[Any]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError, InvalidInput
+from headway.base.text import short_repr
 from headway.program.adapters import mix_of
 from headway.program.chat.limits import ChatLimits
 from headway.program.chat.reply import ChatReply
@@ -38,7 +39,7 @@ class ClientTools(ToolSet):
             case [*pairs] if all(isinstance(one, list) and len(one) == 2 and type(one[1]) is bool for one in pairs):
                 super().__init__([schema for schema, _ in pairs])
             case _:
-                raise BadMessage(f"{given!r:.80} is not a list of tools; see docs/protocol.md")
+                raise BadMessage(f"{short_repr(given)} is not a list of tools; see docs/protocol.md")
         self._runs = {name for name, (_, runs) in zip(self.names, given, strict=True) if runs}
         self._caller, self._calls = caller, 0
 
@@ -52,7 +53,7 @@ class ClientTools(ToolSet):
             case [str(text), bool(failed), bool(misused)]:
                 return ToolOutcome(text, ToolError(self._calls, text) if failed else None, misused)
             case other:
-                raise BadMessage(f"{other!r:.80} is not the outcome of a tool; see docs/protocol.md")
+                raise BadMessage(f"{short_repr(other)} is not the outcome of a tool; see docs/protocol.md")
 
 
 @verb
@@ -74,11 +75,11 @@ def chat_new(
 ) -> dict[str, Any]:
     own = session.context(context)
     if not isinstance(chat, int) or chat in session.chats:
-        raise BadMessage(f"{chat!r:.40} is not a new number of a chat")
+        raise BadMessage(f"{short_repr(chat)} is not a new number of a chat")
     if len(session.chats) >= session.serving.settings.max_contexts:
         raise InvalidInput(f"this session has {len(session.chats)} chats; let go of some")
     if not isinstance(stop, list):
-        raise BadMessage(f"{stop!r:.80} is not a list of stops")
+        raise BadMessage(f"{short_repr(stop)} is not a list of stops")
     mix = mix_of(session.engine, adapter_argument(session.adapters, adapter))
     reply = session.chats[chat] = ChatReply(
         own,
@@ -134,7 +135,7 @@ def chat_drop(session: Session, chat: int) -> None:
 def _chat(session: Session, number: Any) -> ChatReply:
     chat = session.chats.get(number) if isinstance(number, int) else None
     if chat is None:
-        raise InvalidInput(f"this session has no chat {number!r:.40}")
+        raise InvalidInput(f"this session has no chat {short_repr(number)}")
     session.settle_passes(chat.context)
     return chat
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.base.specs.generation import parameters_of
+from headway.base.text import short_repr
 from headway.program.constraints.grammar import Grammar
 from headway.program.generation.sequences.sequences import Generations
 from headway.program.generation.speculation.draft_model import OwnLayers
@@ -38,7 +39,7 @@ PLAIN = {parameter.name for parameter in parameters_of("generate")} - OTHERS  # 
 def generation_new(session: Session, context: int, generation: int, options: dict[str, Any]) -> dict[str, Any]:
     own = session.context(context)
     if not isinstance(generation, int) or generation in session.generations:
-        raise BadMessage(f"{generation!r:.40} is not a new number of a generation")
+        raise BadMessage(f"{short_repr(generation)} is not a new number of a generation")
     if len(session.generations) >= session.serving.settings.max_contexts:
         raise InvalidInput(f"this session has {len(session.generations)} generations; let go of some")
     arguments, constraint = _arguments(session, options)
@@ -56,7 +57,7 @@ def _arguments(session: Session, options: Any) -> tuple[dict[str, Any], ClientCo
     """The arguments of `ctx.generate`, and the client's own constraint among them."""
     unknown = sorted(set(options) - PLAIN - OTHERS) if isinstance(options, dict) else [options]
     if unknown:
-        raise BadMessage(f"generate has no option {unknown[0]!r:.80}")
+        raise BadMessage(f"generate has no option {short_repr(unknown[0])}")
     caller, engine = session.caller, session.engine
     arguments = {name: value for name, value in options.items() if name in PLAIN}
     if (given := options.get("sequence_bias")) is not None:
@@ -100,7 +101,7 @@ def grammar_of(given: Any) -> Grammar:
         case ["json", str(text), bool(compact)]:
             Grammar.json_schema(text)  # raises; the text is one that was checked and rewritten before
             return Grammar("json", text, compact)
-    raise BadMessage(f"{given!r:.80} is not a grammar; see docs/protocol.md")
+    raise BadMessage(f"{short_repr(given)} is not a grammar; see docs/protocol.md")
 
 
 def _drafter(caller: Caller, given: Any) -> Any:
@@ -116,7 +117,7 @@ def _drafter(caller: Caller, given: Any) -> Any:
     except TypeError as error:
         if isinstance(error, HeadwayError):
             raise
-        raise BadMessage(f"the drafter {given!r:.80}: {error}") from None
+        raise BadMessage(f"the drafter {short_repr(given)}: {error}") from None
 
 
 def _prepare_hook(session: Session, of: int) -> Callable[[Prepared[Any]], Awaitable[None]]:
@@ -186,7 +187,7 @@ def generation_contexts(session: Session, generation: int, contexts: list[int]) 
     if not isinstance(several, Generations):
         raise InvalidInput("this generation has one sequence, in its own context")
     if not isinstance(contexts, list) or len(set(map(str, contexts))) < len(contexts):
-        raise BadMessage(f"{contexts!r:.80} are not new numbers of contexts")
+        raise BadMessage(f"{short_repr(contexts)} are not new numbers of contexts")
     for number in contexts:
         session.check_number(number)
     session.settle_passes(served.context)
@@ -260,7 +261,7 @@ def generation_forced(session: Session, generation: int) -> Awaitable[list[int]]
 def generation_fork(session: Session, generation: int, fork: int, context: int, seed: int | None) -> dict[str, Any]:
     session.check_new(context)
     if not isinstance(fork, int) or fork in session.generations:
-        raise BadMessage(f"{fork!r:.40} is not a new number of a generation")
+        raise BadMessage(f"{short_repr(fork)} is not a new number of a generation")
     served = session.generation(generation)
     twin = served.generation.fork(seed=seed)
     session.hold(context, twin.context)

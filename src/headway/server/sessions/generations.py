@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported
+from headway.base.text import short_repr
 from headway.program.checks.ids import common
 from headway.program.context import Context
 from headway.program.generation.generator import Generation
@@ -215,7 +216,7 @@ class ServedGeneration:
     async def collect(self, what: Any) -> dict[str, Any]:
         """Run to the end: its tokens, or its text."""
         if what not in ("tokens", "text"):
-            raise BadMessage(f"{what!r:.40} cannot be collected")
+            raise BadMessage(f"{short_repr(what)} cannot be collected")
         if what == "text" and not self.context.engine.has_tokenizer:
             await self.generation.text()  # raises, before anything is computed
         async for _ in self.generation:

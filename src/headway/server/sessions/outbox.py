@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
+from headway.base.text import short_repr
 from headway.remote.protocol.codec import encode
 from headway.remote.protocol.limits import ACK_EVERY
 
@@ -43,14 +44,16 @@ class Outbox:
         """Check the number of a message of the client, and forget what it acknowledges."""
         number, ack = message.get("n"), message.get("ack")
         if type(number) is not int or number != self.received + 1:
-            raise SessionClosed("out_of_order", f"message {self.received + 1} is next, and {number!r:.40} came")
+            raise SessionClosed("out_of_order", f"message {self.received + 1} is next, and {short_repr(number)} came")
         self.acknowledge(ack)
         self.received = number
 
     def acknowledge(self, ack: Any) -> None:
         """The client has all messages up to this number."""
         if type(ack) is not int or not 0 <= ack <= self._last:
-            raise SessionClosed("out_of_order", f"{ack!r:.40} was acknowledged, and {self._last} messages were sent")
+            raise SessionClosed(
+                "out_of_order", f"{short_repr(ack)} was acknowledged, and {self._last} messages were sent"
+            )
         while self._frames and self._frames[0][0] <= ack:
             self._bytes -= len(self._frames.popleft()[1])
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import InvalidInput
 from headway.base.specs.brle import Brle
 from headway.base.specs.probes import Probe
+from headway.base.text import short_repr
 from headway.program.execution import Execution
 from headway.program.forward import Forward
 from headway.program.generation.steps import read_probe
@@ -70,7 +71,7 @@ class ServedPass:
             case ["probe", index, probe]:
                 self.handles.append(forward.probe(index, probe_of(probe)))
             case _:
-                raise BadMessage(f"{operation!r:.80} is not an operation of a pass; see docs/protocol.md")
+                raise BadMessage(f"{short_repr(operation)} is not an operation of a pass; see docs/protocol.md")
 
     def execute(self) -> Execution[Output]:
         """Submit it."""
@@ -111,9 +112,9 @@ def named_adapter(adapters: Mapping[str, ServedAdapter], name: Any, scale: Any) 
     served = adapters.get(name) if isinstance(name, str) else None
     if served is None:
         known = ", ".join(sorted(adapters)) or "none"
-        raise InvalidInput(f"there is no adapter {name!r:.80} on this server; it has {known}")
+        raise InvalidInput(f"there is no adapter {short_repr(name)} on this server; it has {known}")
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise InvalidInput(f"the scale of the adapter {name!r:.80} is {scale!r:.80}; it must be a number")
+        raise InvalidInput(f"the scale of the adapter {short_repr(name)} is {short_repr(scale)}; it must be a number")
     return served.adapter, served.scale * scale
 
 
@@ -122,7 +123,7 @@ def adapter_argument(adapters: Mapping[str, ServedAdapter], given: Any) -> Any:
     if given is None:
         return None
     if not isinstance(given, list) or not all(isinstance(one, list) and len(one) == 2 for one in given):
-        raise BadMessage(f"{given!r:.80} must be a list of names with scales")
+        raise BadMessage(f"{short_repr(given)} must be a list of names with scales")
     return [named_adapter(adapters, name, scale) for name, scale in given]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput, Unsupported
+from headway.base.text import short_repr
 from headway.remote.protocol.codec import BadMessage
 from headway.server.sessions.verbs import verb
 
@@ -25,7 +26,7 @@ def _run(session: Session) -> Run:
 
 def _topic(topic: Any) -> str:
     if not isinstance(topic, str) or not 0 < len(topic) <= TOPIC:
-        raise InvalidInput(f"the topic is {topic!r:.80}; it must be text of 1 to {TOPIC} characters")
+        raise InvalidInput(f"the topic is {short_repr(topic)}; it must be text of 1 to {TOPIC} characters")
     return topic
 
 
@@ -65,7 +66,7 @@ def program_unsubscribe(session: Session, topic: str) -> None:
 def program_next(session: Session, topic: str) -> Awaitable[Any]:
     queue = _run(session).topics.get(_topic(topic))
     if queue is None:
-        raise InvalidInput(f"this program does not subscribe to the topic {topic!r:.80}")
+        raise InvalidInput(f"this program does not subscribe to the topic {short_repr(topic)}")
     return queue.get()
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.base.errors import InvalidInput
+from headway.base.text import short_repr
 from headway.remote.protocol.codec import VERSION, BadMessage, encode
 from headway.server import logs
 from headway.server.errors import ApiError
@@ -106,10 +107,11 @@ class Sessions:
 
     async def _admit(self, hello: dict[str, Any], tenant: Tenant | None, program: Run | None) -> Session:
         if hello.get("type") != "hello":
-            raise SessionClosed("hello", f"the first message must be hello, not {hello.get('type')!r:.40}")
+            raise SessionClosed("hello", f"the first message must be hello, not {short_repr(hello.get('type'))}")
         if hello.get("version") != VERSION:
             raise SessionClosed(
-                "version", f"this server speaks version {VERSION} of the protocol, not {hello.get('version')!r:.40}"
+                "version",
+                f"this server speaks version {VERSION} of the protocol, not {short_repr(hello.get('version'))}",
             )
         if program is None or tenant is None:
             tenant = self._tenant(hello.get("key"), tenant)

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import Closed, HeadwayError, InvalidInput, Unsupported
+from headway.base.text import short_repr
 from headway.program.chat.reply import ChatReply
 from headway.program.context import Context
 from headway.remote.protocol.codec import BadMessage
@@ -128,7 +129,7 @@ class Session:
             case {"type": "request", "id": int(), "verb": str(), "args": dict()}:
                 self.inbox.put_nowait((message, size))
             case _:
-                raise SessionClosed("malformed", f"a message of type {message.get('type')!r:.40} is not known")
+                raise SessionClosed("malformed", f"a message of type {short_repr(message.get('type'))} is not known")
         if self.inbox.qsize() >= INBOX:
             self._has_room.clear()
             await self._has_room.wait()
@@ -151,14 +152,14 @@ class Session:
         id, name, args = message["id"], message["verb"], message["args"]
         verb = VERBS.get(name)
         if verb is None:
-            raise SessionClosed("malformed", f"the verb {name!r:.80} is not known")
+            raise SessionClosed("malformed", f"the verb {short_repr(name)} is not known")
         try:
             bound = inspect.signature(verb).bind(self, **args)
         except TypeError as error:
             raise SessionClosed("malformed", f"{name}: {error}"[:200]) from None
         for argument in NUMBERS & args.keys():
             if type(args[argument]) is not int:
-                raise SessionClosed("malformed", f"{name}: {argument} is {args[argument]!r:.80}, not a number")
+                raise SessionClosed("malformed", f"{name}: {argument} is {short_repr(args[argument])}, not a number")
         if self._trace is not None:
             self._trace.asked(name)
         quiet = message.get("quiet") is True
@@ -300,7 +301,7 @@ class Session:
         if isinstance(context, HeadwayError):
             raise context
         if context is None:
-            raise Closed(f"this session has no context {number!r:.40}; it was released")
+            raise Closed(f"this session has no context {short_repr(number)}; it was released")
         return context
 
     def settle_passes(self, context: Context) -> None:
@@ -321,7 +322,7 @@ class Session:
     def check_number(self, number: Any) -> None:
         """Raise unless a new context may be called that."""
         if not isinstance(number, int) or isinstance(number, bool) or number in self.contexts:
-            raise BadMessage(f"{number!r:.40} is not a new number of a context")
+            raise BadMessage(f"{short_repr(number)} is not a new number of a context")
 
     def check_new(self, number: Any) -> None:
         """The same, and there may be one more."""
@@ -333,7 +334,7 @@ class Session:
     def keep_pass(self, number: Any, served: ServedPass) -> None:
         """Remember a pass, so that it can be cancelled and its tokens fed to the next."""
         if not isinstance(number, int):
-            raise BadMessage(f"{number!r:.40} is not a number of a pass")
+            raise BadMessage(f"{short_repr(number)} is not a number of a pass")
         kept = self.passes.setdefault(served.context, OrderedDict())
         kept[number] = served
         while len(kept) > KEPT_PASSES:
@@ -345,7 +346,7 @@ class Session:
     def generation(self, number: Any) -> ServedGeneration:
         generation = self.generations.get(number) if isinstance(number, int) else None
         if generation is None:
-            raise Closed(f"this session has no generation {number!r:.40}")
+            raise Closed(f"this session has no generation {short_repr(number)}")
         return generation
 
     def check_bid(self, bid: Any) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from headway.base.checks import check_snapshot_name, check_text
 from headway.base.errors import Closed, HeadwayError, InvalidInput, SnapshotError
+from headway.base.text import short_repr
 from headway.program.adapters import mix_of
 from headway.program.context import Context
 from headway.program.forward import Execution
@@ -168,7 +169,7 @@ def context_fill(session: Session, context: int, text: Any, special: bool) -> No
 @verb
 def context_say(session: Session, context: int, role: str, text: str) -> None:
     if role not in ("system", "user", "assistant"):
-        raise BadMessage(f"{role!r:.40} is not a role")
+        raise BadMessage(f"{short_repr(role)} is not a role")
     getattr(session.context(context), role)(text)
 
 
@@ -381,5 +382,5 @@ def taken_step(session: Session, number: Any) -> PreparedStep:
     """A step that a generation has prepared, which can be taken once."""
     prepared = session.prepared.pop(number, None)
     if prepared is None:
-        raise InvalidInput(f"no step is prepared under {number!r:.40}; it was taken, or its pass executed")
+        raise InvalidInput(f"no step is prepared under {short_repr(number)}; it was taken, or its pass executed")
     return prepared

@@ -29,6 +29,7 @@ from headway.kernels.native.matmul import float_rows
 from headway.kv.allocator import Edit
 from headway.kv.pool import HostPool
 from headway.models.adapters.bound import BoundAdapter
+from headway.models.config import ModelConfig
 from headway.models.hooks import Hooks
 from headway.models.quantized.cpu import QuantizedDecoder
 from headway.runtime.batch import Batch, DecodeRows, Segment
@@ -60,18 +61,14 @@ class NativeModel:
         self._bound = BoundWeights(d, self.windows)
         kv = self.pool.raw
         assert kv.flags.c_contiguous
-        latent = c.description.latent is not None
-        assert kv.shape[:2] == (len(c.attention_layers), 1 if latent else 2)
-        head, item = page_size * c.head_dim * kv.itemsize, kv.itemsize
-        values = (c.head_dim * item, c.head_dim * item if latent else head, item)
-        keys = values if latent else (item, head, page_size * item)
-        assert not kv.size or self.pool.keys.strides[2:] == keys, "keys do not lie as the native step wants"
-        assert not kv.size or self.pool.values.strides[2:] == values, "values do not lie as the native step wants"
+        assert kv.size == c.kv_values_per_token * page_size * self.pool.pages
+        for layer, keys, values in zip(c.kv_layers, self.pool.keys, self.pool.values, strict=True):
+            assert not kv.size or _lie_well(c, layer, page_size, keys, values), "keys and values do not lie well"
         struct = self._bound.model()
         if (states := self.pool.states) is not None:
             struct.states, (_, struct.state_layers, struct.state_numbers) = states.ctypes.data, states.shape
         struct.page_size, struct.kv = page_size, kv.ctypes.data
-        struct.kv_pages, struct.kv_kind = kv.shape[2], KV_KINDS[kv.dtype]
+        struct.kv_pages, struct.kv_kind = self.pool.pages, KV_KINDS[kv.dtype]
         return struct
 
     def run(self, step: library.StepStruct) -> None:
@@ -109,6 +106,14 @@ class NativeModel:
     def sample(self, logits: np.ndarray, samplers: Sequence[RowSampler]) -> list[int]:
         """The token sampled at each row."""
         return drawing.sample(self.thread_pool, logits, samplers)
+
+
+def _lie_well(c: ModelConfig, layer: int, page_size: int, keys: np.ndarray, values: np.ndarray) -> bool:
+    """Whether a layer's keys and values lie as the native step reads them."""
+    dim, item = c.kv_shape(layer).dim, keys.itemsize
+    latent, head = c.description.latent is not None, page_size * dim * item
+    by_slot = (dim * item, dim * item if latent else head, item)
+    return (keys.strides[1:], values.strides[1:]) == (by_slot if latent else (item, head, page_size * item), by_slot)
 
 
 class NativeRunner:
@@ -219,7 +224,7 @@ class NativeRunner:
         hidden = [(l, int(r)) for l, rows in hooks.hidden.items() for r in rows]
         queries = [(l, int(g.rows[0, 0])) for l, groups in hooks.scores.items() for g in groups]
         hidden_out = empty((len(hidden), c.hidden_size))
-        query_out = empty((len(queries), c.heads, c.head_dim))
+        query_out = empty((len(queries), c.heads, max(c.kv_shape(layer).dim for layer in range(c.layers))))
         step.hidden_count, step.query_count = len(hidden), len(queries)
         step.hidden_layers, step.hidden_rows = put([l for l, _ in hidden]), put([count + r for _, r in hidden])
         step.query_layers, step.query_rows = put([l for l, _ in queries]), put([count + r for _, r in queries])
@@ -239,9 +244,11 @@ class NativeRunner:
         for l, groups in hooks.scores.items():
             collected = hooks.scores_out[l] = []
             cap, sinks = self.model.config.description.attention_cap, self.decoder.layers[l].sinks
-            keys = self.pool.keys[self.model.config.attention_layers.index(l)]
+            c = self.model.config
+            keys = self.pool.keys[c.kv_places[c.attention_layers.index(l)]]
             for group in groups:
-                collected.append(row_scores(queries[at], keys, group, cap=cap, sinks=sinks))
+                own = queries[at, :, : c.kv_shape(l).dim]
+                collected.append(row_scores(own, keys, group, cap=cap, sinks=sinks))
                 at += 1
 
     def profiled(self, batch: Batch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -21,32 +22,29 @@ class BoundWeights:
 
     def __init__(self, decoder: QuantizedDecoder, windows: Sequence[Window]) -> None:
         self._decoder, c = decoder, decoder.config
-        ropes = c.description.ropes or (c.rope,) * c.layers
-        self._ropes = [rope for rope in dict.fromkeys(ropes) if rope.dim]
-        rows = np.broadcast_to(decoder.inv_freq, (c.layers, c.rope.dim // 2))
-        self._inv_freq = np.ascontiguousarray(rows[[ropes.index(rope) for rope in self._ropes]])
+        self._ropes, sets = c.rope_sets
+        rows = np.broadcast_to(decoder.inv_freq, (c.layers, decoder.inv_freq.shape[-1]))
+        self._inv_freq = np.ascontiguousarray(rows[[sets.index(i) for i in range(len(self._ropes))]])
+        self._rope_halves = np.array([rope.dim // 2 for rope in self._ropes], np.int32)
         self._rope_scales = np.array([rope.scale for rope in self._ropes], np.float32)
-        sets = [self._ropes.index(rope) if rope.dim else -1 for rope in ropes]
         self._layers = (LayerStruct * c.layers)(
-            *(
-                self._layer(layer, windows.index(c.windows[i]), sets[i], self._places(i))
-                for i, layer in enumerate(decoder.layers)
-            )
+            *(self._layer(i, layer, windows.index(c.windows[i]), sets[i]) for i, layer in enumerate(decoder.layers))
         )
 
     def model(self) -> ModelStruct:
         """The whole model, without its KV cache."""
         d, c = self._decoder, self._decoder.config
         what, experts = c.description, c.description.experts
+        shapes = [c.kv_shape(layer) for layer in range(c.layers)]
         struct = ModelStruct(
             layers=c.layers,
             hidden=c.hidden_size,
-            inner=c.intermediate_size,
+            inner=max(c.inner(layer) for layer in range(c.layers)),
             heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
+            kv_heads=max(shape.heads for shape in shapes),
+            head_dim=max(shape.dim for shape in shapes),
             vocab=c.vocab_size,
-            rope_half=c.rope.dim // 2,
+            rope_half=self._inv_freq.shape[-1],
             rope_sets=len(self._ropes),
             norm=library.NORMS.index("layer" if what.norm == "layer" else "rms"),
             activation=library.ACTIVATIONS.index(what.activation),
@@ -62,6 +60,7 @@ class BoundWeights:
             logit_cap=what.logit_cap or 0.0,
             inv_freq=_at(self._inv_freq),
             rope_scales=_at(self._rope_scales),
+            rope_halves=_at(self._rope_halves),
             positions=_at(d.positions),
             final_norm=_norm(d.final_norm, d.final_norm_bias),
             layer=self._layers,
@@ -84,17 +83,37 @@ class BoundWeights:
             struct.temperature_floor, struct.temperature_scale = temperature.floor, temperature.scale
         struct.gated_attention = int(what.gated_attention)
         _describe_recurrence(struct, what.recurrence)
+        if what.per_layer is not None:
+            self._describe_per_layer(struct)
         return struct
 
-    def _places(self, layer: int) -> tuple[int, int]:
-        """Where a layer's keys and values are in the KV cache, and its recurrent state in a place."""
-        c = self._decoder.config
-        if layer in c.recurrent_layers:
-            return 0, c.recurrent_layers.index(layer)
-        return c.attention_layers.index(layer), -1
+    def _describe_per_layer(self, struct: ModelStruct) -> None:
+        d, e = self._decoder, self._decoder.config.hidden_size
+        own, altup = d.config.description.per_layer, d.config.description.altup
+        assert own is not None
+        struct.norm_values, struct.hidden_root, struct.hidden_inverse = 1, e**-0.5, 1 / e
+        for name, w in d.outer_matrices().items():
+            setattr(struct, name, matrix_struct(w))
+        struct.input_projection_norm = _at(d.input_projection_norm)
+        if own.inputs is not None:
+            struct.token_size, struct.token_root = own.inputs.size, own.inputs.size**0.5
+        if altup is not None:
+            struct.streams, struct.active = altup.streams, altup.active
 
-    def _layer(self, layer: QuantizedLayer, mask_set: int, rope_set: int, places: tuple[int, int]) -> LayerStruct:
-        what = self._decoder.config.description
+    def _kv_before(self, layer: int) -> int:
+        """Numbers of a slot in the KV cache before the keys that a layer attends to."""
+        c = self._decoder.config
+        if layer not in c.attention_layers:
+            return 0
+        place, parts = c.kv_places[c.attention_layers.index(layer)], 1 if c.description.latent else 2
+        return parts * sum(shape.heads * shape.dim for shape in map(c.kv_shape, c.kv_layers[:place]))
+
+    def _layer(self, i: int, layer: QuantizedLayer, mask_set: int, rope_set: int) -> LayerStruct:
+        c, what = self._decoder.config, self._decoder.config.description
+        shape, sparsity = c.kv_shape(i), 0.0 if what.altup is None else what.altup.sparsity[i]
+        vectors = {name: _at(getattr(layer, name)) for name in PLAIN_VECTORS}
+        if what.altup is not None and not what.altup.scaled:
+            vectors["altup_scale"] = None
         matrices: dict[str, MatrixStruct] = {
             name: matrix_struct(w) for name in ALL_MATRICES if (w := getattr(layer, name)) is not None
         }
@@ -105,11 +124,15 @@ class BoundWeights:
             norm_mlp=norm_in if what.one_norm else _norm(layer.mlp_norm, layer.mlp_norm_bias),
             post_attention=_norm(layer.post_attention_norm, layer.post_attention_norm_bias),
             post_mlp=_norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
-            **{name: _at(getattr(layer, name)) for name in PLAIN_VECTORS},
+            **vectors,
             mask_set=mask_set,
             rope_set=rope_set,
-            kv_layer=places[0],
-            state_layer=places[1],
+            kv_heads=shape.heads,
+            head_dim=shape.dim,
+            kv_before=self._kv_before(i),
+            state_layer=c.recurrent_layers.index(i) if i in c.recurrent_layers else -1,
+            sparse=int(sparsity > 0),
+            cut=NormalDist().inv_cdf(sparsity) if sparsity > 0 else 0.0,
         )
 
 

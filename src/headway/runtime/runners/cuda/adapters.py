@@ -143,8 +143,9 @@ class CudaAdapters:
         self._last: _LastStep | None = None
         self._sums: list[Tensor] = []  # they stay, since graphs go on using them
         outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
-        self.outputs = {stack: tuple(outputs[role] for role in roles) for stack, roles in STACKS.items()}
-        self.first = {stack: ROLES.index(roles[0]) for stack, roles in STACKS.items()}
+        there = {stack: [role for role in roles if role in outputs] for stack, roles in STACKS.items()}
+        self.outputs = {stack: tuple(outputs[role] for role in roles) for stack, roles in there.items()}
+        self.first = {stack: ROLES.index(roles[0]) for stack, roles in there.items() if roles}
 
     @property
     def table(self) -> AdapterTable:

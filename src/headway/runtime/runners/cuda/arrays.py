@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.host.attention import Window
 from headway.kernels.triton import layout
 from headway.runtime.batch import Batch, Segment
-from headway.runtime.runners.mask_runs import mask_runs
+from headway.runtime.runners.mask_runs import Numbers, Runs, mask_runs
 
 
 class StreamPoint:
@@ -113,17 +114,20 @@ NO_PAGES = np.empty(0, np.int64)
 class StepInts:
     """Lays out the numbers of steps for a model's windows. Decode rows come before the rows of segments."""
 
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     page_size: int
 
     @property
     def columns(self) -> int:
         return layout.columns(len(self.windows))
 
-    def read(self, batch: Batch) -> StepNumbers:
-        """What a batch's rows read and attend to."""
+    def read(self, batch: Batch, starts: np.ndarray | None = None) -> StepNumbers:
+        """What a batch's rows read and attend to; with `starts`, decode rows without masks from these slots on."""
         used = tuple([s for s in batch.segments if len(s.rows)])
         runs = [mask_runs(batch, window, self.page_size) for window in self.windows]
+        if starts is not None:
+            assert self.windows == (None,)
+            runs = [_begun(*runs[0], starts)]
         return StepNumbers(
             segments=used,
             decode_pages=NO_PAGES if batch.decode is None else batch.decode.pages,
@@ -184,6 +188,13 @@ def _put_runs(host: np.ndarray, columns: np.ndarray, where: np.ndarray, pairs: n
     columns[layout.END, some] = pairs[end[some] - 1]
     host[at : at + len(pairs)] = pairs
     return at + len(pairs)
+
+
+def _begun(at: Numbers, pairs: Numbers, starts: np.ndarray) -> Runs:
+    """The runs of rows, of which those whose start is not 0 have one that begins there."""
+    pairs, (rows,) = np.array(pairs), np.nonzero(starts)
+    pairs[2 * np.asarray(at)[rows]] = starts[rows]
+    return at, pairs
 
 
 def even(count: int) -> int:

@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from headway.kernels.triton import quantized
+from headway.kernels.triton.fp8.scaled_matmul import ScaledMatrix
+from headway.kernels.triton.fp8.scaled_rows import E4M3, ScaledRows, padded_inputs
+from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
+from headway.models.description import Experts
 
 
 class Buffers:
@@ -23,8 +27,17 @@ class Buffers:
         self.qkv = empty((c.heads + 2 * c.kv_heads) * c.head_dim)
         self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, c.head_dim)
         self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
-        self.cs = empty(2, len(decoder.inv_freq), kind=torch.float32)
+        self.angles = [empty(2, rope.dim // 2, kind=torch.float32) for rope in c.rope_sets[0]]
+        what = c.description.experts
+        self.experts = None if what is None else ExpertBuffers(c, what, rows, dtype, device)
         self._halves: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.scaled: dict[str, ScaledRows] = {}
+        if isinstance(decoder.layers[0].qkv, ScaledMatrix):
+            widths = {"h": c.hidden_size, "out": c.heads * c.head_dim, "inner": c.intermediate_size}
+            room = empty(max(map(padded_inputs, widths.values())), kind=E4M3).flatten()  # of one at a time
+            for name, width in widths.items():
+                wide = padded_inputs(width)
+                self.scaled[name] = ScaledRows(room[: rows * wide].view(rows, wide), empty(kind=torch.float32))
 
     def halves(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Room in float16 for rows, normed [R, E], between gate and down [R, F], and out of attention [R, H, D]."""
@@ -35,3 +48,20 @@ class Buffers:
             self._halves.append((h, inner, mixed))
         h, inner, mixed = self._halves[-1]
         return h[:rows], inner[:rows], mixed[:rows]
+
+
+class ExpertBuffers:
+    """Buffers for the intermediates of `rows` rows at their experts."""
+
+    def __init__(self, c: ModelConfig, what: Experts, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=kind, device=device)
+
+        pairs = rows * what.per_token
+        self.logits = empty(rows, what.count)
+        self.chosen = empty(rows, what.per_token, kind=torch.int32)
+        self.weights = empty(rows, what.per_token, kind=torch.float32)
+        self.order, self.blocks = empty(pairs, kind=torch.int32), empty(pairs, 3, kind=torch.int32)
+        self.inner, self.parts = empty(pairs, what.size), empty(pairs, c.hidden_size)
+        self.shared_gate_up, self.shared_inner = empty(rows, 2 * what.shared_size), empty(rows, what.shared_size)
+        self.shared, self.shared_gate = empty(rows, c.hidden_size if what.shared_size else 0), empty(rows, 1)

@@ -10,32 +10,45 @@ itself and cuts its keys at fixed slots, and nothing is chosen by how many rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.base.dataclass import dataclass
+from headway.base.system.log import log_event
 from headway.kernels.reference.sampling import RowSampler
+from headway.kernels.transfer import to_device
 from headway.kernels.triton import attention, fused, layout, quantized
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
-from headway.kernels.triton.fused import HeadConfig
+from headway.kernels.triton.attention_parts import attend_shared
+from headway.kernels.triton.fp8.scaled_rows import Unscaled
+from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
-from headway.models.hooks import Hooks
+from headway.models.families import is_llama_like
 from headway.models.layers import DecoderLayer
-from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
+from headway.runtime.memory import is_out_of_memory
+from headway.runtime.runners.cuda.adapters import CudaAdapters
+from headway.runtime.runners.cuda.attention.prompts import (
+    CausalPrompt,
+    attend_prompt,
+    can_take_prompts,
+    cudnn_attention,
+)
+from headway.runtime.runners.cuda.attention.shared_pages import SharedRoom
 from headway.runtime.runners.cuda.buffers import Buffers
+from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
+from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
+from headway.runtime.runners.cuda.steps import DeviceStep, Mark
 
-Mark = Callable[[str], None]
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
 MIXED = Splits(8, 256)  # of a few single rows in a step with longer segments
 MANY_SINGLES = 32  # from here on they are divided as in a step of single rows alone
@@ -44,36 +57,18 @@ SINGLES = 512  # single rows of a mixed step that attention takes in one call
 AT_ONCE = 128  # rows that attention takes in one call in deterministic mode: each has scratch for FIXED.most parts
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceStep:
-    """One forward of `count` rows. `ints` is laid out for `rows` of them; attention takes the rows of `singles` one by
-    one (None: all of them) and those of `items` [n, 2] together. `needed` [r] are the rows whose residual somebody
-    reads, where these are few (None: all of them); some may be there twice. With `hooks` it is launched by hand."""
-
-    ints: Tensor
-    rows: int
-    count: int
-    singles: Tensor | None = None
-    items: Tensor | None = None
-    needed: Tensor | None = None
-    hooks: Hooks | None = None
-    hooks_from: int = 0  # the row that hooks count from: decode rows have none
-    adapters: StepTiles | None = None
-
-
 class CudaModel:
     """Weights and pages, bound together."""
 
     def __init__(self, decoder: Decoder, pool: TensorPool, *, deterministic: bool = False) -> None:
         self.decoder, self.config, self.pool = decoder, decoder.config, pool
         self.device, self.dtype = decoder.device, decoder.dtype
-        self.windows = tuple(dict.fromkeys(decoder.config.sliding_windows))
-        self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.sliding_windows]
+        self.windows = tuple(dict.fromkeys(decoder.config.windows))
+        self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.windows]
         self._kv = [(pool.keys[l], pool.values[l]) for l in range(decoder.config.layers)]
-        self._heads = [
-            HeadConfig(layer.heads, layer.kv_heads, layer.head_dim, layer.q_norm, layer.k_norm, layer.eps)
-            for layer in decoder.layers
-        ]
+        self._ropes, self._rope_sets = decoder.config.rope_sets
+        self._inv_freq = _frequencies(decoder, self._rope_sets)
+        self._softmax = [(layer.softmax.get("cap", 0.0), _wide(layer.softmax.get("sinks"))) for layer in decoder.layers]
         self._scratch: dict[Splits, list[Scratch]] = {}
         self.sampled = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens that decode rows refer to
         c = decoder.config
@@ -81,20 +76,49 @@ class CudaModel:
         self.ahead = can_go_ahead(self.device)
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
+        alike = all(cap == 0.0 and sinks is None for cap, sinks in self._softmax)
+        plain = alike and not deterministic and self.windows == (None,)
+        self.shared_room = SharedRoom(c.heads, c.head_dim, self.device) if plain else None
+        self.takes_prompts = plain and can_take_prompts(self.device, self.dtype, c.head_dim)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
         self._given: list[Tensor] = []  # earlier ones, that graphs go on using
         self.is_quantized = isinstance(decoder.output, CudaQuantizedMatrix)
         self.adapters = CudaAdapters(c, decoder.dtype, self.device, half=self.is_quantized)
         self.matmuls = Matmuls(decoder, self.adapters, deterministic=deterministic)
+        self._final_norm = RowNorm(decoder.final_norm, c.norm_eps)
+        self._described: DescribedLayers | None = None
+        self._embedding_scale, self._positions, self._output_bias = 1.0, None, None
+        self._heads = [
+            HeadConfig(layer.heads, layer.kv_heads, layer.head_dim, layer.q_norm, layer.k_norm, layer.eps)
+            for layer in decoder.layers
+        ]
+        if not is_llama_like(c):
+            self._describe(decoder)
+        self._scaled = ScaledLayers(self.matmuls) if is_scaled(decoder) else None
+
+    def _describe(self, decoder: Any) -> None:
+        """Compute the layers that a `DescribedDecoder` has."""
+        kind = self.config.description.norm
+        self._final_norm = RowNorm(decoder.final_norm, self.config.norm_eps, kind, decoder.final_norm_bias)
+        self._positions, self._output_bias = decoder.positions, decoder.output_bias
+        self._embedding_scale = torch.tensor(self.config.description.embedding_scale, dtype=self.dtype).item()
+        sets = zip(decoder.layers, self._rope_sets, strict=True)
+        self._heads = [head_config(layer, rotated=ropes >= 0) for layer, ropes in sets]
+        self._described = DescribedLayers(decoder, self.matmuls, self._heads, self._attention)
 
     def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
         x = buffers.x[: step.count]
         self.embed(step, x)
         mark("embed")
-        fused.angles(step.ints, step.rows, buffers.cs[: step.count], self.decoder.inv_freq, self.config.rope.scale)
+        for rope, inv_freq, cs in zip(self._ropes, self._inv_freq, buffers.angles, strict=True):
+            fused.angles(step.ints, step.rows, cs[: step.count], inv_freq, rope.scale)
         mark("rope")
-        if self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
+        if self._described is not None:
+            self._described.forward(step, buffers, mark)
+        elif self._scaled is not None:
+            self._scaled_rows(self._scaled, step, buffers, mark)
+        elif self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
             self._quantized_rows(step, buffers, mark)
         elif self.deterministic:
             self._rows(step, buffers, mark)
@@ -113,7 +137,8 @@ class CudaModel:
 
     def embed(self, step: DeviceStep, x: Tensor) -> None:
         """The embeddings of a step's tokens into x [T, E]."""
-        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.sampled)
+        how: dict[str, Any] = {"scale": self._embedding_scale, "positions": self._positions}
+        fused.embed(step.ints, step.rows, self.decoder.embedding, x, self.sampled, **how)
 
     def sum_up(self, y: Tensor) -> None:
         """Make the whole of what a matmul gives, where others have some of its inputs."""
@@ -153,6 +178,18 @@ class CudaModel:
             self.matmuls.low_rank((l, "down"), inner, x, step.adapters, factor=1 / quantized.INNER)
             mark("feed-forward")
 
+    def _scaled_rows(self, layers: ScaledLayers, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """The same for any number of rows with weights in fp8, whose matmuls take rows in fp8."""
+        last = len(self.decoder.layers) - 1
+
+        def attend(l: int, unscaled: Unscaled | None) -> Tensor:
+            some = l == last and step.needed is not None
+            which = replace(step, singles=step.needed, items=None, prompts=()) if some else step
+            self._attention(l, which, buffers, mark, unscaled=unscaled)
+            return buffers.mixed[: step.count]
+
+        layers.rows(ScaledStep(buffers.x[: step.count], buffers, step.adapters, step.needed, attend, mark))
+
     def _rows(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         n, layers = step.count, self.decoder.layers
         many = self.matmuls.padded_rows(n, buffers)
@@ -188,7 +225,7 @@ class CudaModel:
         prefill nobody reads what comes after."""
         l, layer, n, r = len(self.decoder.layers) - 1, self.decoder.layers[-1], step.count, len(needed)
         assert step.adapters is None, "their tiles stand for all rows"
-        self._attention(l, replace(step, singles=needed, items=None), buffers, mark)
+        self._attention(l, replace(step, singles=needed, items=None, prompts=()), buffers, mark)
         x, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.mixed))
         h, delta = buffers.h[:r], buffers.delta[:r]
         self.matmuls.linear(mixed.flatten(1), layer.out, delta)
@@ -203,19 +240,31 @@ class CudaModel:
         fused.add(x, delta)
         buffers.x.index_copy_(0, needed.long(), x)
 
-    def _attention(self, l: int, step: DeviceStep, buffers: Buffers, mark: Mark, out: Tensor | None = None) -> None:
-        n, (keys, values) = step.count, self._kv[l]
+    def _attention(
+        self,
+        l: int,
+        step: DeviceStep,
+        buffers: Buffers,
+        mark: Mark,
+        out: Tensor | None = None,
+        *,
+        unscaled: Unscaled | None = None,
+    ) -> None:
+        n, (keys, values), ropes = step.count, self._kv[l], self._rope_sets[l]
         q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
+        cs = None if ropes < 0 else buffers.angles[ropes][:n]
         fused.rotate_and_write(
-            buffers.qkv[:n], q, keys, values, step.ints, step.rows, buffers.cs[:n], self._heads[l], self.ahead
+            buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead, unscaled
         )
         mark("rope")
-        paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], self.config.head_dim**-0.5)
+        scale, (cap, sinks) = self.config.attention_scale, self._softmax[l]
+        paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], scale, cap, sinks)
         self._attend(q, mixed, paged, step)
         mark("attention")
         if step.hooks is not None:  # what a layer writes comes after its attention: x is still what entered it
             on_hidden(step.hooks, l, buffers.x[step.hooks_from : n])
-            on_attention(step.hooks, l, q[step.hooks_from :], keys, paged.scale)
+            softmax = self.decoder.layers[l].softmax
+            on_attention(step.hooks, l, q[step.hooks_from :], keys, paged.scale, **softmax)
 
     def _attend(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
         n = step.count
@@ -227,28 +276,53 @@ class CudaModel:
                     which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
                 )  # fmt: skip
             return
-        if step.items is None or n <= tiled.MOST or self._beside is None:
+        has_long = step.items is not None or step.prompts
+        if not has_long or n <= tiled.MOST or self._beside is None:
             self._attend_singles(q, mixed, paged, step, ahead=self.ahead)
-            if step.items is not None:
-                attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+            self._attend_long(q, mixed, paged, step)
             return
         # Single rows read memory and chunks compute: beside each other they take little longer than the longer one.
         main = torch.cuda.current_stream()
         self._beside.wait_stream(main)
         with torch.cuda.stream(self._beside):
             self._attend_singles(q, mixed, paged, step, ahead=False)
-        attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        self._attend_long(q, mixed, paged, step)
         main.wait_stream(self._beside)
+
+    def _attend_long(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
+        if step.items is not None:
+            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+        for prompt in step.prompts:
+            self._attend_prompt(q, mixed, paged, prompt)
+
+    def _attend_prompt(self, q: Tensor, mixed: Tensor, paged: PagedKV, prompt: CausalPrompt) -> None:
+        if self.takes_prompts:
+            try:
+                attend_prompt(q, mixed, paged, prompt, cudnn_attention)
+                return
+            except RuntimeError as error:  # this cuDNN has no such kernel
+                if is_out_of_memory(error):
+                    raise
+                log_event("cuDNN cannot compute attention; our kernel does from now on", why=str(error))
+                self.takes_prompts = False
+        numbers = attention.chunk_items([(prompt.row, prompt.rows)], self.chunk)
+        items = to_device(numbers, torch.int32, self.device).view(-1, 2)
+        attention.attend_chunks(q, mixed, paged, items, self.chunk)
 
     def _attend_singles(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep, *, ahead: bool) -> None:
         row_bytes = q.shape[2] * q.element_size()
+        shared = None
+        if step.shared is not None:
+            assert self.shared_room is not None
+            shared = self.shared_room.keys(step.shared)
+            attend_shared(q, paged, shared, step.shared.members, step.shared.items)
         for which in _in_calls(step.singles):
             count = step.count if which is None else len(which)
             few = which is not None and count < MANY_SINGLES
             splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._scratch_for(splits, count),
-                which=which, tile=pick_tile(count, splits, row_bytes), ahead=ahead,
+                which=which, tile=pick_tile(count, splits, row_bytes), shared=shared, ahead=ahead,
             )  # fmt: skip
 
     def _scratch_for(self, splits: Splits, rows: int) -> Scratch:
@@ -296,6 +370,13 @@ class CudaModel:
 
     def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
         """Logits into [R, V] float32, of residual rows x, or of the `rows` [R] int32 of it. h [R, E] is scratch."""
+        self._head(x, rows, h, logits)
+        what = self.config.description
+        if self._output_bias is not None or what.logit_scale != 1.0 or what.logit_cap is not None:
+            fused.finish_logits(logits, self._output_bias, what.logit_scale, what.logit_cap)
+
+    def _head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
+        """The final norm and the output matrix."""
         d = self.decoder
         if isinstance(d.output, CudaQuantizedMatrix):
             half = torch.empty_like(h, dtype=torch.float16)
@@ -303,14 +384,14 @@ class CudaModel:
             self.matmuls.quantized(half, d.output, logits)
             return
         if self.deterministic:
-            fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=self._first(len(h)) if rows is None else rows)
+            fused.add_and_norm(x, h, self._final_norm, rows=self._first(len(h)) if rows is None else rows)
             exact.matmul(h, d.output, logits, tile=self.matmuls.exact_tile(len(h)), ahead=self.ahead)
             return
-        if len(h) == 1 and rows is None:
+        if len(h) == 1 and rows is None and self._described is None:
             norm = RmsNorm(d.final_norm, self.config.norm_eps)
             matvec(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
             return
-        fused.norm(x, d.final_norm, self.config.norm_eps, h, rows=rows, ahead=self.ahead)
+        fused.add_and_norm(x, h, self._final_norm, rows=rows, ahead=self.ahead)
         if len(h) == 1:
             matvec(h[0], d.output, logits[0], ahead=self.ahead)
         elif self.matmuls.in_tiles(len(h)):
@@ -319,6 +400,18 @@ class CudaModel:
             torch.mm(h, d.output.t(), out=logits)
         else:
             torch.mm(h, d.output.t(), out_dtype=torch.float32, out=logits)
+
+
+def _frequencies(decoder: Decoder, sets: Sequence[int]) -> list[Tensor]:
+    """The frequencies of each rope, from those of the model or of each layer."""
+    if decoder.inv_freq.ndim == 1:
+        return [decoder.inv_freq]
+    count = 1 + max(sets)
+    return [decoder.inv_freq[sets.index(number)].contiguous() for number in range(count)]
+
+
+def _wide(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.float()
 
 
 def _in_calls(singles: Tensor | None) -> Sequence[Tensor | None]:

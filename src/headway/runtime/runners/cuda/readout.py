@@ -25,10 +25,11 @@ from headway.runtime.readout import Ask, Reader, not_a_number
 from headway.runtime.runners.adapter_rows import has_head
 from headway.runtime.runners.cuda.arrays import PinnedBuffer, Upload
 from headway.runtime.runners.cuda.graphs import Graphs, padded
-from headway.runtime.runners.cuda.model import CudaModel, Mark
+from headway.runtime.runners.cuda.model import CudaModel
 from headway.runtime.runners.cuda.probe_rounds import Drawn, is_one_round
 from headway.runtime.runners.cuda.probes import CudaProbes
 from headway.runtime.runners.cuda.sampling import MOST, CudaDraws, Key
+from headway.runtime.runners.cuda.steps import Mark
 from headway.runtime.runners.row_adapters import add_heads
 
 Values = dict[Key, object]

@@ -42,10 +42,13 @@ from headway.runtime.readout import make_hooks
 from headway.runtime.runners.base import SegmentResult, StepResult
 from headway.runtime.runners.cuda.adapters import CudaAdapter
 from headway.runtime.runners.cuda.arrays import StepInts, StepNumbers, Upload, even
+from headway.runtime.runners.cuda.attention.prompts import CausalPrompt, find_prompts
+from headway.runtime.runners.cuda.attention.shared_pages import SharedPages, SharedStep
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
-from headway.runtime.runners.cuda.model import CudaModel, DeviceStep
+from headway.runtime.runners.cuda.model import PROGRAMS, CudaModel
 from headway.runtime.runners.cuda.readout import CudaReader, RowValues, Values
+from headway.runtime.runners.cuda.steps import DeviceStep
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
 FEW = 4  # rows of a sequence that attention takes one by one
@@ -65,8 +68,9 @@ class StepParts:
     needed: list[int]
 
     @classmethod
-    def of(cls, batch: Batch, tokens: int) -> StepParts:
-        first, long = batch.decode_count, [s for s in batch.segments if len(s.rows) > FEW]
+    def of(cls, batch: Batch, tokens: int, prompts: Sequence[CausalPrompt] = ()) -> StepParts:
+        first, others = batch.decode_count, {prompt.row for prompt in prompts}
+        long = [s for s in batch.segments if len(s.rows) > FEW and first + s.rows.start not in others]
         singles = [*range(first), *(first + row for s in batch.segments if len(s.rows) <= FEW for row in s.rows)]
         items = chunk_items([(first + s.rows.start, len(s.rows)) for s in long], tokens)
         return cls(singles, items, [] if batch.adapters is not None else _needed(batch))
@@ -102,6 +106,11 @@ class CudaRunner:
         self._fixed = Upload(GRAPH_INTS, torch.int32, decoder.device)
         self._fixed_parts = Upload(3 * PART_INTS, torch.int32, decoder.device)
         self._fixed_buffers: Buffers | None = None
+        self._shared_pages: SharedPages | None = None
+        if self.model.shared_room is not None:
+            programs = max(1, PROGRAMS // 2 // decoder.config.kv_heads)  # one a multiprocessor: they are large
+            how = {"tile": self.model.chunk, "programs": programs, "rows": SIZES[-1]}
+            self._shared_pages = SharedPages(decoder.device, page_size, **how)
         self._free = Upload(1 << 14, torch.int32, decoder.device)
         self._free_buffers: Buffers | None = None
 
@@ -166,12 +175,14 @@ class CudaRunner:
 
     def forward(self, batch: Batch, hooks: Hooks | None) -> Tensor:
         """Residual rows [T, E] of the whole step, decode rows first."""
-        numbers, with_chunks = self._layout.read(batch), _attends_much(batch) and not self.model.deterministic
+        shared = None if self._shared_pages is None else self._shared_pages.find(batch.decode)
+        numbers = self._layout.read(batch, None if shared is None else shared.starts)
+        with_chunks = _attends_much(batch) and not self.model.deterministic
         size = padded(batch.rows, CHUNK_SIZES if with_chunks else SIZES)
         rows = even(batch.rows if size is None else size)
         large = size is None or self._layout.size(numbers, rows) > GRAPH_INTS
         if large or hooks is not None or self.profiler.measuring:
-            return self._launch(batch, numbers, rows, hooks)
+            return self._launch(batch, numbers, rows, hooks, shared)
         assert size is not None
         key: tuple[object, ...] = ("step", size)
         singles = items = needed = None
@@ -183,9 +194,17 @@ class CudaRunner:
         self._fixed.send(self._layout.fill(self._fixed.host, batch, numbers, rows))
         adapters = self.model.adapters.step(batch.adapters, size)
         key = key if adapters is None else (*key, adapters.shape)
+        key = key if shared is None else (*key, *shared.key)
         buffers = self._graph_buffers()
         step = DeviceStep(
-            self._fixed.device, rows, size, singles=singles, items=items, needed=needed, adapters=adapters
+            self._fixed.device,
+            rows,
+            size,
+            singles=singles,
+            items=items,
+            shared=shared,
+            needed=needed,
+            adapters=adapters,
         )
         self._graphs.run(key, lambda: self.model.forward(step, buffers, _unmarked))
         return buffers.x[: batch.rows]
@@ -202,9 +221,12 @@ class CudaRunner:
         items, singles, needed = found
         return singles, items.view(-1, 2), needed if len(needed) else None
 
-    def _launch(self, batch: Batch, numbers: StepNumbers, rows: int, hooks: Hooks | None) -> Tensor:
+    def _launch(
+        self, batch: Batch, numbers: StepNumbers, rows: int, hooks: Hooks | None, shared: SharedStep | None
+    ) -> Tensor:
         """A step of any number of rows, kernel by kernel: long segments on the matrix units, other rows one by one."""
-        count, parts = batch.rows, StepParts.of(batch, self.model.chunk)
+        count, prompts = batch.rows, find_prompts(batch) if self.model.takes_prompts else []
+        parts = StepParts.of(batch, self.model.chunk, prompts)
         needed = [] if self.model.deterministic or hooks is not None else parts.needed
         places, used = [], even(self._layout.size(numbers, rows))
         for some in (parts.items, parts.singles, needed):
@@ -224,6 +246,8 @@ class CudaRunner:
             count,
             singles=device[places[1]],
             items=device[places[0]].view(-1, 2) if parts.items else None,
+            prompts=prompts,
+            shared=shared,
             needed=device[places[2]] if needed else None,
             hooks=hooks,
             hooks_from=batch.decode_count,

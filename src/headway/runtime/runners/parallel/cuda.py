@@ -27,8 +27,9 @@ from headway.runtime.batch import Batch
 from headway.runtime.profile import Profiler
 from headway.runtime.runners.base import Deferred, SegmentResult
 from headway.runtime.runners.cuda.adapters import CudaAdapter
-from headway.runtime.runners.cuda.model import CudaModel, DeviceStep
+from headway.runtime.runners.cuda.model import CudaModel
 from headway.runtime.runners.cuda.runner import CudaRunner
+from headway.runtime.runners.cuda.steps import DeviceStep
 from headway.runtime.runners.parallel.channel import RankMessage
 from headway.runtime.runners.parallel.collectives import Collectives
 from headway.runtime.runners.parallel.launch import Ranks

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -219,6 +219,13 @@ class RankPool:
     def page_shape(self) -> tuple[int, ...]:
         layers, two, slots, heads, dim = self.own.page_shape
         return (layers, two, slots, heads * self._ranks.size, dim)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.own.page_bytes * self._ranks.size
+
+    def new_places(self, count: int) -> NoReturn:
+        raise AssertionError("pages stay in their ranks")
 
     def apply(self, edits: Sequence[Edit]) -> None:
         raise AssertionError("edits go to every rank: through the runner")

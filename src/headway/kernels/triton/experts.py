@@ -1,0 +1,357 @@
+"""Experts: which of them a row goes to, the order of (row, expert) pairs by expert, a matmul of each expert's rows, and
+the weighted sum of what they give.
+
+A pair is one row at one of its experts: pair i × k + j is row i at its j-th. Few pairs are multiplied one by one, each
+by the matrices of its expert. Many are first put in the order of their experts and cut in blocks of one expert's rows;
+there are as many programs as there could be blocks, so that a captured graph serves any routing, and those without rows
+end at once. The bits of a pair depend on its row and the tile, not on which pairs are beside it.
+"""
+
+# ruff: noqa: PLR0917
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.base.dataclass import dataclass
+from headway.kernels.triton.fused import activated
+from headway.kernels.triton.launch import launch_next, options, wait
+from headway.kernels.triton.matmul import MatmulTile
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The experts of rows [T, k] int32 and their weights [T, k] float32."""
+
+    chosen: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBlocks:
+    """Pairs in the order of their experts [T × k] int32, and blocks [B, 3] int32: an expert, its first pair in that
+    order and how many, 0 for a block that is not used."""
+
+    order: Tensor
+    blocks: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertOperand:
+    """A matrix [N, K] for each of X experts, and biases [X, N] or none.
+
+    Without scales `weight` [X, N, K] are floats; with them the codes of MXFP4 [X, N, K / 2], two in a byte, the first
+    in its low half, and each of `scales` [X, N, K / 32] is e, for 2^(e - 127); e below 2, about 10^-38, is taken for 0.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertGate:
+    """What is made of gate and up: the activation of gate times up; with a `clamp` both are bounded, up counts from 1
+    and the activation is gate × sigmoid(alpha × gate)."""
+
+    activation: str
+    clamp: float | None = None
+    alpha: float = 1.0
+
+
+def route(logits: Tensor, routes: Routes, *, normalize: bool, sigmoid: bool = False, ahead: bool = False) -> None:
+    """The experts with the highest logits [T, X], ties to the lower, and their weights: probabilities over all experts,
+    or with `normalize` over those that are chosen; with `sigmoid` that of each logit."""
+    rows, experts = logits.shape
+    _route[(rows,)](
+        logits, routes.chosen, routes.weights, X=experts, WIDE=max(16, triton.next_power_of_2(experts)),
+        K=routes.chosen.shape[1], SLOTS=max(2, triton.next_power_of_2(routes.chosen.shape[1])), NORMALIZE=normalize,
+        SIGMOID=sigmoid, AHEAD=ahead, num_warps=1, **options(ahead),
+    )  # fmt: skip
+
+
+def most_blocks(pairs: int, experts: int, rows: int) -> int:
+    """How many blocks of at most so many rows there can be."""
+    return min(pairs, pairs // rows + min(experts, pairs))
+
+
+def sort_by_expert(chosen: Tensor, experts: int, into: ExpertBlocks, rows: int, *, ahead: bool = False) -> None:
+    """Put the pairs of chosen experts [T, k] in order, in blocks of at most so many rows."""
+    pairs = chosen.numel()
+    assert len(into.blocks) == most_blocks(pairs, experts, rows)
+    _sort[(experts,)](
+        chosen, into.order, into.blocks, pairs, len(into.blocks), X=experts, BINS=triton.next_power_of_2(experts + 1),
+        BM=rows, CHUNK=max(16, min(1024, triton.next_power_of_2(pairs))), AHEAD=ahead, num_warps=4, **options(ahead),
+    )  # fmt: skip
+
+
+def expert_matmul(
+    x: Tensor,
+    w: ExpertOperand,
+    y: Tensor,
+    routes: Routes,
+    tile: MatmulTile,
+    *,
+    by: ExpertBlocks | None = None,
+    gate: ExpertGate | None = None,
+    weighted: bool = False,
+    ahead: bool = False,
+) -> None:
+    """Rows x by the matrices of their experts, with biases, into y [T × k, M], a row for each pair.
+
+    x has a row for each of T rows, or for each pair. With a `gate` N is 2 M, gate above up. With `weighted` each row is
+    first multiplied by its weight. Without blocks every pair is multiplied by itself.
+    """
+    pairs, n, k = routes.chosen.numel(), y.shape[1], x.shape[1]
+    assert w.weight.is_contiguous() and x.stride(1) == 1  # noqa: PT018
+    blocks = pairs if by is None else len(by.blocks)
+    how = gate or ExpertGate("")
+    _expert_matmul[(blocks, triton.cdiv(n, tile.outputs))](
+        x, w.weight, w.scales, y, w.bias, routes.chosen if by is None else by.order, None if by is None else by.blocks,
+        routes.weights if weighted else None, n, k, x.stride(0),
+        PER=pairs // x.shape[0], GATED=gate is not None, KIND=how.activation, CLAMP=how.clamp or 0.0, ALPHA=how.alpha,
+        EVEN=k % tile.inputs == 0 and n % tile.outputs == 0, BM=tile.rows, BN=tile.outputs, BK=tile.inputs,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=ahead,
+        num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
+    )  # fmt: skip
+
+
+def combine(
+    parts: Tensor,
+    routes: Routes,
+    out: Tensor,
+    *,
+    weighted: bool,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    ahead: bool = False,
+) -> None:
+    """The sum over experts of parts [T × k, E], weighted or as they are, into out [T, E]; and of `shared` [T, E], times
+    the sigmoid of its gate [T, 1]."""
+    rows, e = out.shape
+    block = min(1024, max(16, triton.next_power_of_2(e)))
+    _combine[(rows, triton.cdiv(e, block))](
+        parts, routes.weights, out, shared, shared_gate, E=e, K=routes.chosen.shape[1], WEIGHTED=weighted, BLOCK=block,
+        AHEAD=ahead, num_warps=4, **options(ahead),
+    )  # fmt: skip
+
+
+def pick_expert_tile(rows: float, dtype: torch.dtype, shared_memory: int) -> MatmulTile:
+    """The fastest tile on an H200 for experts of about so many rows each.
+
+    `shared_memory` is what a program may use, in bytes; a smaller device gets fewer stages.
+    """
+    if dtype == torch.float32:
+        return MatmulTile(16, 32, 32, stages=2)
+    if rows <= 16:
+        tile = MatmulTile(16, 32, 128, warps=2)
+    elif rows <= 96:
+        tile = MatmulTile(32, 64, 128, stages=3) if rows <= 48 else MatmulTile(64, 128, 64, stages=3)
+    else:
+        tile = MatmulTile(128, 128, 64, warps=8, stages=3)
+    stage = 2 * tile.inputs * (tile.rows + 2 * tile.outputs)
+    return replace(tile, stages=max(1, min(tile.stages, shared_memory // stage)))
+
+
+@triton.jit
+def _route(
+    logits, chosen, weights,
+    X: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    wait(AHEAD)
+    row, x, slot = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, SLOTS)
+    given = tl.load(logits + row.to(tl.int64) * X + x, mask=x < X, other=float("-inf")).to(tl.float32)
+    free, ids, picked = x < X, tl.zeros((SLOTS,), tl.int32), tl.full((SLOTS,), float("-inf"), tl.float32)
+    for j in tl.static_range(K):
+        best = tl.max(tl.where(free, given, float("-inf")), 0)
+        place = tl.min(tl.where(free & (given == best), x, X - 1), 0)  # of a NaN, some expert
+        free = free & (x != place)
+        ids, picked = tl.where(slot == j, place, ids), tl.where(slot == j, best, picked)
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-picked))
+    else:
+        highest = tl.max(given, 0)
+        weight = tl.exp(picked - highest)
+        weight = weight / (tl.sum(weight, 0) if NORMALIZE else tl.sum(tl.exp(given - highest), 0))
+    tl.store(chosen + row * K + slot, ids, mask=slot < K)
+    tl.store(weights + row * K + slot, weight, mask=slot < K)
+
+
+@triton.jit
+def _sort(
+    chosen, order, blocks, pairs, most,
+    X: tl.constexpr, BINS: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert: it counts the pairs of all, and places its own after those of the experts before."""
+    launch_next(AHEAD)
+    wait(AHEAD)
+    e, i, x = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for base in range(0, pairs, CHUNK):
+        ids = tl.load(chosen + base + i, mask=base + i < pairs, other=X)
+        counts += tl.histogram(ids, BINS)
+    counts = tl.where(x < X, counts, 0)
+    full = (counts + BM - 1) // BM
+    first, own = tl.sum(tl.where(x < e, counts, 0), 0), tl.sum(tl.where(x == e, counts, 0), 0)
+    block, end = tl.sum(tl.where(x < e, full, 0), 0), tl.sum(tl.where(x <= e, full, 0), 0)
+    at = first
+    for base in range(0, pairs, CHUNK):
+        own_here = (tl.load(chosen + base + i, mask=base + i < pairs, other=X) == e).to(tl.int32)
+        tl.store(order + at + tl.cumsum(own_here, 0) - 1, base + i, mask=own_here > 0)
+        at += tl.sum(own_here, 0)
+    for base in range(block, end, CHUNK):
+        b = base + i
+        done = (b - block) * BM
+        tl.store(blocks + b * 3, e + 0 * b, mask=b < end)
+        tl.store(blocks + b * 3 + 1, first + done, mask=b < end)
+        tl.store(blocks + b * 3 + 2, tl.minimum(own - done, BM), mask=b < end)
+    if e == X - 1:
+        for base in range(end, most, CHUNK):
+            tl.store(blocks + (base + i) * 3 + 2, 0 * i, mask=base + i < most)
+
+
+@triton.jit
+def _float_sums(
+    xs, weight, first, n, o, there, given, total, up, c, K,
+    WEIGHTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums over inputs of rows times float matrices, of gate or outputs and of up."""
+    ws = weight + first[:, None] * K + c[None, :]
+    us = ws + n.to(tl.int64) * K
+    for k in range(0, K, BK):
+        if EVEN:
+            a = tl.load(xs + k, mask=there[:, None], other=0.0)
+            b = tl.load(ws + k)
+        else:
+            a = tl.load(xs + k, mask=there[:, None] & (k + c < K)[None, :], other=0.0)
+            b = tl.load(ws + k, mask=(o < n)[:, None] & (k + c < K)[None, :], other=0.0)
+        if WEIGHTED:
+            a = (a.to(tl.float32) * given[:, None]).to(a.dtype)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+        if GATED:
+            if EVEN:
+                b = tl.load(us + k)
+            else:
+                b = tl.load(us + k, mask=(o < n)[:, None] & (k + c < K)[None, :], other=0.0)
+            up = tl.dot(a, tl.trans(b), up, input_precision=PRECISION)
+    return total, up
+
+
+@triton.jit
+def _fp4_numbers(codes, scale, kind: tl.constexpr):
+    """Floats of 4-bit codes: a sign, two bits of exponent and one of mantissa, times a power of two."""
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << (tl.maximum(exponent, 1) - 1))
+    signed = tl.where(codes >= 8, -doubled, doubled)
+    return (signed.to(tl.float32) * scale).to(kind)
+
+
+@triton.jit
+def _fp4(codes, scales, row, k, c, mask, K, kind: tl.constexpr):
+    """The inputs k + 2 c and k + 2 c + 1 of rows of matrices in MXFP4."""
+    packed = tl.load(codes + row[:, None] * (K // 2) + k // 2 + c[None, :], mask=mask, other=0).to(tl.int32)
+    e = tl.load(scales + row[:, None] * (K // 32) + (k // 2 + c[None, :]) // 16, mask=mask, other=0).to(tl.int32)
+    scale = (tl.maximum(e - 1, 0) << 23).to(tl.float32, bitcast=True)  # 2^(e - 128): numbers come doubled
+    return _fp4_numbers(packed & 15, scale, kind), _fp4_numbers(packed >> 4, scale, kind)
+
+
+@triton.jit
+def _fp4_sums(
+    xs, weight, scales, first, n, o, there, given, total, up, K,
+    WEIGHTED: tl.constexpr, GATED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same of matrices in MXFP4: inputs in the low halves of bytes are multiplied by themselves, as are others."""
+    c = tl.arange(0, BK // 2)
+    for k in range(0, K, BK):
+        here = (k + 2 * c < K)[None, :]
+        low = tl.load(xs + k + 2 * c[None, :], mask=there[:, None] & here, other=0.0)
+        high = tl.load(xs + k + 2 * c[None, :] + 1, mask=there[:, None] & here, other=0.0)
+        if WEIGHTED:
+            low = (low.to(tl.float32) * given[:, None]).to(low.dtype)
+            high = (high.to(tl.float32) * given[:, None]).to(high.dtype)
+        b0, b1 = _fp4(weight, scales, first, k, c, (o < n)[:, None] & here, K, low.dtype)
+        total = tl.dot(low, tl.trans(b0), total, input_precision=PRECISION)
+        total = tl.dot(high, tl.trans(b1), total, input_precision=PRECISION)
+        if GATED:
+            b0, b1 = _fp4(weight, scales, first + n, k, c, (o < n)[:, None] & here, K, low.dtype)
+            up = tl.dot(low, tl.trans(b0), up, input_precision=PRECISION)
+            up = tl.dot(high, tl.trans(b1), up, input_precision=PRECISION)
+    return total, up
+
+
+@triton.jit
+def _expert_matmul(
+    x, weight, scales, y, bias, order, blocks, weights, n, K, x_row,
+    PER: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, CLAMP: tl.constexpr, ALPHA: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    wait(AHEAD)
+    m, o, c = tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    block = tl.program_id(0)
+    if blocks is None:
+        expert = tl.load(order + block).to(tl.int64)
+        there, pair = m < 1, block + 0 * m
+    else:
+        count = tl.load(blocks + block * 3 + 2)
+        if count == 0:
+            return
+        expert, there = tl.load(blocks + block * 3).to(tl.int64), m < count
+        pair = tl.load(order + tl.load(blocks + block * 3 + 1) + m, mask=there, other=0)
+    xs = x + (pair // PER).to(tl.int64)[:, None] * x_row
+    outputs = 2 * n if GATED else n
+    first = expert * outputs + o  # row of the matrices of all experts
+    given = tl.zeros((BM,), tl.float32)
+    if weights is not None:
+        given += tl.load(weights + pair, mask=there, other=0.0).to(x.dtype.element_ty).to(tl.float32)
+    total = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    if scales is not None:
+        total, up = _fp4_sums(
+            xs, weight, scales, first, n, o, there, given, total, up, K, weights is not None, GATED, BK, PRECISION
+        )
+    else:
+        total, up = _float_sums(
+            xs + c[None, :], weight, first, n, o, there, given, total, up, c, K, weights is not None, GATED, EVEN, BK,
+            PRECISION,
+        )  # fmt: skip
+    if bias is not None:
+        total += tl.load(bias + expert * outputs + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if bias is not None:
+            up += tl.load(bias + expert * outputs + n + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
+        if CLAMP > 0:
+            gate = tl.minimum(total, CLAMP)
+            up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+            total = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+        else:
+            total = activated(total, KIND) * up
+    place = y + pair.to(tl.int64)[:, None] * n + o[None, :]
+    tl.store(place, total.to(y.dtype.element_ty), mask=there[:, None] & (o < n)[None, :])
+
+
+@triton.jit
+def _combine(
+    parts, weights, out, shared, shared_gate,
+    E: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    wait(AHEAD)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        part = tl.load(parts + (row * K + j) * E + i, mask=i < E, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + row * K + j) if WEIGHTED else part
+    if shared is not None:
+        more = tl.load(shared + row * E + i, mask=i < E, other=0.0).to(tl.float32)
+        if shared_gate is not None:
+            more = more / (1.0 + tl.exp(-tl.load(shared_gate + row).to(tl.float32)))
+        total += more
+    tl.store(out + row * E + i, total.to(out.dtype.element_ty), mask=i < E)

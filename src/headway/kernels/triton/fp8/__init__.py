@@ -1,0 +1,1 @@
+"""Matmuls of weights and activations in fp8."""

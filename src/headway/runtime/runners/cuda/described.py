@@ -1,0 +1,165 @@
+"""The layers of a model that is not Llama's on a CUDA device, as its description has them.
+
+The same kernels as Llama's layers, with other constants: norms of any kind before and after attention and feed-forward,
+side by side or one after the other, biases, activations. What each layer needs is made of the decoder once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from headway.base.dataclass import dataclass
+from headway.kernels.triton import fused
+from headway.kernels.triton.fused import HeadConfig, RowNorm
+from headway.models.described import DescribedDecoder, DescribedLayer
+from headway.models.layers import Linear
+from headway.runtime.runners.cuda.adapters import StepTiles
+from headway.runtime.runners.cuda.buffers import Buffers
+from headway.runtime.runners.cuda.experts import CudaExperts
+from headway.runtime.runners.cuda.matmuls import Matmuls, Place
+from headway.runtime.runners.cuda.steps import DeviceStep, Mark
+
+Attend = Callable[[int, DeviceStep, Buffers, Mark], None]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerNorms:
+    """The norms of a layer, None where it has none. `input` and `mlp` are of what attention and feed-forward read."""
+
+    input: RowNorm | None
+    mlp: RowNorm | None
+    after_attention: RowNorm | None
+    after_mlp: RowNorm | None
+
+    @classmethod
+    def of(cls, layer: DescribedLayer) -> LayerNorms:
+        what = layer.description
+
+        def norm(weight: Tensor | None, bias: Tensor | None) -> RowNorm | None:
+            return None if weight is None else RowNorm(weight, layer.eps, what.norm, bias)
+
+        before = what.norm_place != "after"
+        return cls(
+            norm(layer.input_norm, layer.input_norm_bias) if before else None,
+            norm(layer.mlp_norm, layer.mlp_norm_bias) if before and not what.one_norm else None,
+            norm(layer.post_attention_norm, layer.post_attention_norm_bias),
+            norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
+        )
+
+
+def head_config(layer: DescribedLayer, *, rotated: bool) -> HeadConfig:
+    """How a layer's queries and keys are normed."""
+    what, grown = layer.description, layer.description.temperature
+    return HeadConfig(
+        layer.heads,
+        layer.kv_heads,
+        layer.head_dim,
+        layer.q_norm,
+        layer.k_norm,
+        layer.eps,
+        kind=what.norm,
+        each=what.qk_norm == "each",
+        by_row=what.qk_norm == "row",
+        clip=what.qkv_clip or 0.0,
+        temperature=None if rotated or grown is None else (grown.floor, grown.scale),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRows:
+    """The rows that the second half of a layer computes: their residual, what its norm gave and gives, what a matmul
+    adds, and attention. Matmuls may take more rows than are the step's, for nothing."""
+
+    count: int
+    x: Tensor  # [R, E]
+    h: Tensor  # [R, E]
+    delta: Tensor  # [R, E]
+    mixed: Tensor  # [R, H × D]
+
+
+class DescribedLayers:
+    """The layers of one decoder. `attend` takes qkv to what attention makes of it, in the step's buffers."""
+
+    def __init__(self, decoder: DescribedDecoder, matmuls: Matmuls, heads: list[HeadConfig], attend: Attend) -> None:
+        self._layers, self._what = decoder.layers, decoder.config.description
+        self._matmuls, self._heads, self._attend = matmuls, heads, attend
+        self._norms = [LayerNorms.of(layer) for layer in decoder.layers]
+        self._ahead = matmuls.ahead
+        self._experts = self._what.experts and CudaExperts(self._what.experts, self._what.activation, matmuls)
+
+    def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """Take the step's residual rows through all layers."""
+        n, last = step.count, len(self._layers) - 1
+        many = self._matmuls.padded_rows(n, buffers)
+        mixed = buffers.mixed[:many].flatten(1)
+        rows = LayerRows(n, buffers.x[:many], buffers.h[:many], buffers.delta[:many], mixed)
+        if (first := self._norms[0].input) is not None:
+            fused.add_and_norm(rows.x[:n], rows.h[:n], first, ahead=self._ahead)
+        mark("norm")
+        for l, layer in enumerate(self._layers):
+            source = rows.x if self._norms[l].input is None else rows.h
+            self._project((l, "qkv"), source, layer.qkv, buffers.qkv[:many], step.adapters)
+            if self._heads[l].by_row and self._heads[l].q_norm is not None:
+                fused.norm_projections(buffers.qkv[:n], self._heads[l], ahead=self._ahead)
+            mark("qkv")
+            if step.needed is not None and l == last:
+                self._finish_needed(step.needed, step, buffers, mark)
+                return
+            self._attend(l, step, buffers, mark)
+            self._finish_layer(l, rows, buffers, step.adapters, mark)
+
+    def _finish_layer(self, l: int, rows: LayerRows, buffers: Buffers, adapters: StepTiles | None, mark: Mark) -> None:
+        """A layer after its attention, and the norm that the next one begins with."""
+        n, layer, norms, what = rows.count, self._layers[l], self._norms[l], self._what
+        x, h, delta = rows.x[:n], rows.h[:n], rows.delta[:n]
+        self._project((l, "out"), rows.mixed, layer.out, rows.delta, adapters)
+        mark("output projection")
+        fused.add_and_norm(
+            x, h, norms.mlp,
+            add=delta, after=norms.after_attention, scale=what.residual_scale, old=what.parallel, ahead=self._ahead,
+        )  # fmt: skip
+        mark("norm")
+        reads_x = norms.mlp is None and not what.one_norm
+        self._feed_forward(l, rows.x if reads_x else rows.h, rows.delta, buffers, adapters)
+        mark("feed-forward")
+        following = self._norms[l + 1].input if l + 1 < len(self._layers) else None
+        fused.add_and_norm(
+            x, h, following, add=delta, after=norms.after_mlp, scale=what.residual_scale, ahead=self._ahead
+        )
+        mark("norm")
+
+    def _finish_needed(self, needed: Tensor, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """The last layer after its queries, keys and values, for the rows that somebody reads."""
+        l, n, r = len(self._layers) - 1, step.count, len(needed)
+        assert step.adapters is None, "their tiles stand for all rows"
+        self._attend(l, replace(step, singles=needed, items=None, prompts=()), buffers, mark)
+        x, h, mixed = (t[:n].index_select(0, needed) for t in (buffers.x, buffers.h, buffers.mixed))
+        self._finish_layer(l, LayerRows(r, x, h, buffers.delta[:r], mixed.flatten(1)), buffers, None, mark)
+        buffers.x.index_copy_(0, needed.long(), x)
+
+    def _feed_forward(self, l: int, h: Tensor, out: Tensor, buffers: Buffers, adapters: StepTiles | None) -> None:
+        """What a layer's feed-forward makes of rows h, into `out`."""
+        layer, what, inner = self._layers[l], self._what, buffers.inner[: len(h)]
+        if layer.experts is not None:
+            assert self._experts is not None
+            assert buffers.experts is not None
+            self._experts.feed_forward(layer, h, out, buffers.experts)
+            return
+        if not what.gated:
+            self._project((l, "gate_up"), h, layer.gate_up, inner, adapters)
+            fused.gated(inner, inner, kind=what.activation, alone=True, ahead=self._ahead)
+        else:
+            gate_up = buffers.gate_up[: len(h)]
+            self._project((l, "gate_up"), h, layer.gate_up, gate_up, adapters)
+            fused.gated(gate_up, inner, kind=what.activation, ahead=self._ahead)
+        self._project((l, "down"), inner, layer.down, out, adapters)
+
+    def _project(self, at: Place, x: Tensor, w: Linear, y: Tensor, adapters: StepTiles | None) -> None:
+        """A matmul of rows x; of one row alone our own is faster than cuBLAS."""
+        if len(x) == 1 and adapters is None and not self._matmuls.deterministic:
+            self._matmuls.matvec(x[0], w, y[0])
+        else:
+            self._matmuls.adapted(at, x, w, y, adapters)

@@ -1,0 +1,127 @@
+"""Experts in Triton against torch: routing with ties, the order of pairs, matmuls of each expert's rows, their sum."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from headway.kernels.reference.experts import route  # noqa: E402
+from headway.kernels.reference.mlp import activate  # noqa: E402
+from headway.kernels.triton import experts  # noqa: E402
+from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
+from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
+from headway.models.quantized.fp4 import Fp4Experts  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+TILE = MatmulTile(16, 32, 32, stages=2)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def empty_routes(rows: int, count: int) -> Routes:
+    chosen = torch.full((rows, count), -1, dtype=torch.int32, device=DEVICE)
+    return Routes(chosen, torch.full((rows, count), float("nan"), device=DEVICE))
+
+
+def ordered(chosen: torch.Tensor, count: int, rows: int) -> ExpertBlocks:
+    pairs = chosen.numel()
+    order = torch.full((pairs,), -1, dtype=torch.int32, device=DEVICE)
+    blocks = torch.full((experts.most_blocks(pairs, count, rows), 3), -1, dtype=torch.int32, device=DEVICE)
+    experts.sort_by_expert(chosen, count, into := ExpertBlocks(order, blocks), rows)
+    return into
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("count", "chosen"), [(9, 4), (5, 1), (33, 8), (4, 4)])
+def test_routing_takes_the_highest_and_of_equals_the_lower(normalize: bool, count: int, chosen: int) -> None:
+    logits = torch.randint(0, 4, (20, count), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
+    logits[0], logits[1, ::2] = 0, float("-inf")
+    routes = empty_routes(20, chosen)
+    experts.route(logits, routes, normalize=normalize)
+    ids, weights = route(logits, chosen, normalize=normalize)
+    assert torch.equal(routes.chosen.long(), ids)
+    torch.testing.assert_close(routes.weights, weights)
+    experts.route(logits, routes, normalize=False, sigmoid=True)
+    assert torch.equal(routes.chosen.long(), ids)
+    torch.testing.assert_close(routes.weights, logits.gather(1, ids).sigmoid())
+
+
+def test_rows_that_are_not_numbers_go_to_some_experts() -> None:
+    """Padded rows of a graph hold anything; what they read must be there."""
+    routes = empty_routes(3, 2)
+    experts.route(torch.full((3, 5), float("nan"), device=DEVICE), routes, normalize=True)
+    assert ((routes.chosen >= 0) & (routes.chosen < 5)).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "chosen", "tile"), [(1, 4, 2, 16), (40, 3, 2, 16), (37, 9, 4, 32), (9, 64, 3, 16)]
+)
+def test_pairs_are_put_in_the_order_of_their_experts(rows: int, count: int, chosen: int, tile: int) -> None:
+    ids = torch.randint(0, count, (rows, chosen), generator=torch.Generator().manual_seed(1)).int()
+    ids[:, 0] = min(2, count - 1)  # one expert has every row
+    into = ordered(ids.to(DEVICE), count, tile)
+    assert torch.equal(into.order.cpu().long(), ids.flatten().sort(stable=True).indices)
+    covered = []
+    for expert, first, held in into.blocks.tolist():
+        if held:
+            assert 0 < held <= tile
+            covered += range(first, first + held)
+            assert {ids.flatten()[i].item() for i in into.order[first : first + held].tolist()} == {expert}
+    assert covered == list(range(rows * chosen))
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("gate", [ExpertGate("silu"), ExpertGate("gelu_tanh"), ExpertGate("silu", 0.8, 1.7)])
+def test_every_pair_is_multiplied_by_the_matrices_of_its_expert(by_block: bool, gate: ExpertGate) -> None:
+    rows, count, k, wide, inner = 11, 4, 2, 50, 40
+    x, up, down = draw(rows, wide), draw(count, 2 * inner, wide, seed=1), draw(count, wide, inner, seed=2)
+    up_bias, down_bias = draw(count, 2 * inner, seed=3), draw(count, wide, seed=4)
+    routes = empty_routes(rows, k)
+    experts.route(draw(rows, count, seed=5), routes, normalize=True)
+    by = ordered(routes.chosen, count, TILE.rows) if by_block else None
+    hidden, parts = (torch.full((rows * k, n), float("nan"), device=DEVICE) for n in (inner, wide))
+    experts.expert_matmul(x, ExpertOperand(up, up_bias), hidden, routes, TILE, by=by, gate=gate, weighted=True)
+    experts.expert_matmul(hidden, ExpertOperand(down, down_bias), parts, routes, TILE, by=by)
+    shared, shared_gate, out = draw(rows, wide, seed=6), draw(rows, 1, seed=7), torch.empty(rows, wide, device=DEVICE)
+    experts.combine(parts, routes, out, weighted=True, shared=shared, shared_gate=shared_gate)
+    for row in range(rows):
+        total = shared[row] * shared_gate[row].sigmoid()
+        for j, expert in enumerate(routes.chosen[row].tolist()):
+            both = up[expert] @ (x[row] * routes.weights[row, j]) + up_bias[expert]
+            first, second = both.chunk(2)
+            if gate.clamp is None:
+                middle = activate(first, gate.activation, exact=True) * second
+            else:
+                first, second = first.clamp(max=gate.clamp), second.clamp(-gate.clamp, gate.clamp)
+                middle = (second + 1) * first * torch.sigmoid(gate.alpha * first)
+            torch.testing.assert_close(hidden[row * k + j], middle, atol=1e-3, rtol=1e-3)
+            total = total + (down[expert] @ middle + down_bias[expert]) * routes.weights[row, j]
+        torch.testing.assert_close(out[row], total, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_matrices_in_mxfp4_are_multiplied_as_their_floats(by_block: bool) -> None:
+    rows, count, k, wide, inner = 9, 3, 2, 96, 40
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (count, 2 * inner, wide // 2), generator=generator).to(DEVICE, torch.uint8)
+    scales = torch.randint(120, 130, (count, 2 * inner, wide // 32), generator=generator).to(DEVICE, torch.uint8)
+    bias = draw(count, 2 * inner, seed=4)
+    floats = Fp4Experts(codes, scales, bias, torch.float32).dense()
+    routes, x = empty_routes(rows, k), draw(rows, wide)
+    experts.route(draw(rows, count, seed=5), routes, normalize=True)
+    by = ordered(routes.chosen, count, TILE.rows) if by_block else None
+    for gate, n in ((ExpertGate("silu", 7.0, 1.7), inner), (None, 2 * inner)):
+        found, expected = (torch.full((rows * k, n), float("nan"), device=DEVICE) for _ in range(2))
+        how = {"by": by, "gate": gate}
+        experts.expert_matmul(x, ExpertOperand(codes, bias, scales), found, routes, TILE, **how)
+        experts.expert_matmul(x, ExpertOperand(floats.weight, bias), expected, routes, TILE, **how)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
