@@ -19,7 +19,7 @@ import numpy as np
 
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported
 from headway.base.rng import uniform
-from headway.base.specs.probes import Logits
+from headway.base.specs.probes import Logits, Probe
 from headway.base.specs.samplers import Sampling
 from headway.base.system.extras import explain_missing
 from headway.kernels.host.rope import Rope, frequencies
@@ -238,6 +238,9 @@ class ScriptedRunner:
 
     overlaps = False
     decode_limit = DECODE_LIMIT
+
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        return False
 
     def samples(self, how: Sampling) -> bool:
         return not how.penalizes

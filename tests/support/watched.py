@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import headway as hw
+from headway.base.specs.probes import Probe
 from headway.base.specs.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.models.adapters.bound import BoundAdapter
@@ -34,6 +35,9 @@ class WatchedRunner:
 
     def samples(self, how: Sampling) -> bool:
         return self.inner.samples(how)
+
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        return self.inner.reads(what, how)
 
     def edit(self, edits: Sequence[Edit]) -> None:
         self.inner.edit(edits)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headway.base.dataclass import dataclass
 
 if TYPE_CHECKING:
+    from headway.base.specs.probes import Probe
     from headway.base.specs.samplers import Sampling
     from headway.kv.allocator import Edit
     from headway.models.adapters.bound import BoundAdapter
@@ -99,6 +100,9 @@ class GapTimer:
 
     overlaps = False
     decode_limit = ROWS_LIMIT
+
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        return self._runner.reads(what, how)
 
     def samples(self, how: Sampling) -> bool:
         return self._runner.samples(how)

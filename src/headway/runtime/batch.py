@@ -93,6 +93,7 @@ class DecodeRows:
     readouts: tuple[Readout, ...]
     seeds: np.ndarray  # of the readouts, uint64
     adapters: Mixes | None = None  # as in Segment
+    probes: tuple[tuple[Readout, ...], ...] | None = None  # what else is read of each row; None: nothing
     states: np.ndarray | None = None  # [N, 2] places of the recurrent state before and after each row, if there is one
     group: object = None  # the same object while rows are of the same sequences, each one slot on
 

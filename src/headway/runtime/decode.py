@@ -7,6 +7,7 @@ the context in between sees what the program has taken: the rest is cut off agai
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class Decode:
     """
 
     readout: Readout  # at row 0, without an async mask
+    probes: tuple[Readout, ...]  # what else is read of it
     mask: Mask | None  # what any row attends to; None for all slots up to its own
     end_ids: frozenset[int]
     left: int  # tokens that may still be sampled
@@ -46,6 +48,8 @@ class Decode:
     before: Mark | None = None  # the table when it began
     stamp: object = None  # the table's, as this sequence has left it
     buffer: deque[int] = field(default_factory=deque)  # tokens that wait for the program
+    values: deque[Sequence[object]] = field(default_factory=deque)  # of their probes, if there are any
+    last_values: Sequence[object] = ()  # those of the token that the program took last
     over: bool = False
     as_pass: bool = False  # its next token is computed as an ordinary pass, because a decode row failed or cannot be
     in_order: bool | None = None  # cached result of `positions_in_order`
@@ -69,6 +73,8 @@ class Decode:
         if not self.buffer:
             return None
         self.last = self.buffer.popleft()
+        if self.probes:
+            self.last_values = self.values.popleft()
         self.taken += 1
         return self.last
 
@@ -85,8 +91,10 @@ class Decode:
             self.in_order = self.mask is None and table.positions.tolist() == list(range(table.length))
         return self.in_order
 
-    def append(self, job: Job, token: int, mask: Brle | None, state: object = None) -> None:
-        """The token after the table's last was computed, and another one sampled."""
+    def append(
+        self, job: Job, token: int, mask: Brle | None, state: object = None, values: Sequence[object] = ()
+    ) -> None:
+        """The token after the table's last was computed, another one sampled, and `values` probed."""
         table = job.table
         page = job.pages.pop(0) if job.pages and table.length == len(table.pages) * table.page_size else None
         table.append(self.token, mask, page, state, self.adapters)
@@ -98,6 +106,8 @@ class Decode:
         self.token = token
         self.left -= 1
         self.buffer.append(token)
+        if self.probes:
+            self.values.append(values)
         if self.left == 0 or token in self.end_ids or (self.logit_mask is not None and self.logit_mask.sparse):
             self.over = True
         elif self.constraint is not None:
@@ -129,7 +139,7 @@ class Decode:
         mask = self.attends(table.length)
         readout = self.readout if self.logit_mask is None else replace(self.readout, async_mask=self.logit_mask)
         masks, adapters = None if mask is None else (mask,), None if self.adapters is None else (self.adapters,)
-        return Pass((self.token,), (table.next_position,), masks, (readout,), adapters=adapters)
+        return Pass((self.token,), (table.next_position,), masks, (readout, *self.probes), adapters=adapters)
 
     def cut(self, table: PageTable) -> None:
         """Take back what the program has not taken: its last token is the next to be computed again.
@@ -138,6 +148,7 @@ class Decode:
         """
         assert self.before is not None
         self.buffer.clear()
+        self.values.clear()
         if table.closed or table.stamp is not self.stamp:
             return
         if self.taken == 0:

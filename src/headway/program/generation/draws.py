@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from headway.program.generation.steps import Prepared, ProbeHandles
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
 from headway.program.output import SampleHandle
+from headway.runtime.batch import reads_final_state
 from headway.runtime.passes import AsyncLogitMask
 
 if TYPE_CHECKING:
@@ -149,12 +150,22 @@ class Drawing:
     def repeats(self, context: Context, transcript: Transcript) -> bool:
         """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""
         table, windows = context._table, context.engine.config.windows
-        plain = self.probe is None and not table.has_discards
+        plain = self._probes_repeat(transcript) and not table.has_discards
         sliding = any(window is not None for window in windows)
         known = self.attention is None or not (sliding or self.attention.needs_positions)
         free = not self.end_ids or len(transcript.generated) + 1 >= self.least
         reserved = table.working > -(-table.working_tokens // table.page_size)
         return plain and known and free and not reserved and table.token_budget is None
+
+    def _probes_repeat(self, transcript: Transcript) -> bool:
+        """Whether each row of a decoding sequence can be probed alike: its final state, and no mask of a token."""
+        probes = self.probe if isinstance(self.probe, tuple) else (self.probe,)
+        final = all(probe is None or reads_final_state(probe) for probe in probes)
+        return self.probe is None or (final and transcript.constraint is None)
+
+    def of_values(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The entry of `Step.probes` for what was probed at a row."""
+        return (tuple(values),) if isinstance(self.probe, tuple) else tuple(values)
 
 
 def add_probes(forward: Forward, probe: Probes, row: int = -1) -> ProbeHandles:

@@ -435,10 +435,11 @@ class Generation(Generic[Value_co]):
 
     def _buffered_step(self, token: int) -> Step[Value_co]:
         """The step of a token that was taken from the buffer. Most tokens come this way, so it is short."""
+        transcript, ahead = self._transcript, self._ahead
+        probes = () if self._drawing.probe is None else self._drawing.of_values(ahead.values)
         if token in self._end_ids:
             self._retract(None)
-            return self._end(self._reason(token), Step((), ""))
-        transcript, ahead = self._transcript, self._ahead
+            return self._end(self._reason(token), Step((), "", probes))
         try:
             transcript.add(token, accepted=ahead.has_constraint and ahead.has_accepted())
         except BaseException:  # a program's own constraint has refused it
@@ -448,9 +449,9 @@ class Generation(Generic[Value_co]):
             ahead.finish()
         if transcript.stopped or len(transcript.generated) >= self._most or ahead.is_spent:
             self._retract(token)
-            return self._step([token])
+            return self._step([token], probes)
         self._context._retract = self._come_back
-        return Step.of_token(token, *transcript.take_text())
+        return Step.of_token(token, *transcript.take_text(), probes)
 
     async def _outcome(self, step: StepInFlight) -> Output:
         try:

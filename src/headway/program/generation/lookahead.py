@@ -7,6 +7,7 @@ the tokens has moved on with them, and is rolled back then.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -69,6 +70,12 @@ class Lookahead:
         return self._transcript.generated[-1] if decode is None else decode.last
 
     @property
+    def values(self) -> Sequence[object]:
+        """What was probed for the token that was taken from the buffer last."""
+        decode = self._decode
+        return () if decode is None else decode.last_values
+
+    @property
     def _decode(self) -> Decode | None:
         return None if self._step is None else self._step.execution._job.decode
 
@@ -120,9 +127,10 @@ class Lookahead:
         elif isinstance(constraint, GrammarMatcher):
             assert self._mask is not None
             self._cursor = GrammarCursor(self._mask, constraint, self._end_ids, engine.vocab_size)
-        readout = replace(job.work.readouts[0], async_mask=None)
+        first, *probes = job.work.readouts
+        readout = replace(first, async_mask=None)
         adapters = None if job.work.adapters is None else job.work.adapters[0]
-        engine._loop.decode(job, Decode(readout, attention, self._end_ids, left, self._cursor, adapters))
+        engine._loop.decode(job, Decode(readout, tuple(probes), attention, self._end_ids, left, self._cursor, adapters))
 
     # -- the step that it makes ------------------------------------------------------------------------------------
 

@@ -38,10 +38,10 @@ class Step(Generic[Value_co]):
     accepted: int = 0
 
     @classmethod
-    def of_token(cls, token: int, text: str, retracted: int) -> Step[Value_co]:
+    def of_token(cls, token: int, text: str, retracted: int, probes: tuple[Any, ...] = ()) -> Step[Value_co]:
         """A step of one token; made for every token, so without the checks of a frozen dataclass's `__init__`."""
         step = object.__new__(cls)
-        step.__dict__.update(tokens=(token,), text=text, retracted=retracted)
+        step.__dict__.update(tokens=(token,), text=text, retracted=retracted, probes=probes)
         return step
 
 

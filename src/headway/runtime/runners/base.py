@@ -14,12 +14,13 @@ import numpy as np
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
+from headway.base.specs.probes import Probe
 from headway.base.specs.samplers import Sampling
 from headway.kv.allocator import Edit
 from headway.models.adapters.bound import BoundAdapter
 from headway.runtime.adapters import DeviceWeights
-from headway.runtime.batch import Batch, Segment, SegmentStates, needed_of
-from headway.runtime.passes import DecodeMask
+from headway.runtime.batch import Batch, DecodeRows, Segment, SegmentStates, needed_of
+from headway.runtime.passes import DecodeMask, Readout
 
 DECODE_LIMIT = 256  # decode rows of a step, for runners that hold the logits of each
 
@@ -36,11 +37,13 @@ class SegmentResult:
 class StepResult:
     """What a step computed: a token for each decode row, and the values of each segment; or an error in its place.
 
-    NO_TOKEN stands for a decode row whose logits are not numbers, UNDECIDED for one that must run as a pass.
+    NO_TOKEN stands for a decode row whose logits are not numbers, UNDECIDED for one that must run as a pass. `probed`
+    has the values of each decode row's probes; it is empty where no row has any.
     """
 
     tokens: Sequence[int | HeadwayError]
     segments: Sequence[SegmentResult | HeadwayError]
+    probed: Sequence[Sequence[object]] = ()
 
 
 class InFlight(Protocol):
@@ -72,6 +75,10 @@ class Runner(Protocol):
         """Whether decode rows can sample like this."""
         ...
 
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        """Whether decode rows that sample like this can be probed like that."""
+        ...
+
     def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
         """An adapter's weights on the device. They go with their last reference."""
         ...
@@ -92,6 +99,9 @@ class NoRunner:
     decode_limit = 0
 
     def samples(self, how: Sampling) -> bool:
+        return False
+
+    def reads(self, what: Probe, how: Sampling) -> bool:
         return False
 
     def load_adapter(self, adapter: BoundAdapter) -> DeviceWeights:
@@ -117,13 +127,19 @@ class Deferred:
     def result(self) -> StepResult:
         count = self._batch.decode_count
         results = self._execute(as_segments(self._batch, self._masks, self._page_size))
-        return StepResult([_token(result) for result in results[:count]], results[count:])
+        probes = None if self._batch.decode is None else self._batch.decode.probes
+        probed = [] if probes is None else [_probed(result, len(p)) for result, p in zip(results, probes, strict=False)]
+        return StepResult([_token(result) for result in results[:count]], results[count:], probed)
 
 
 def _token(result: SegmentResult) -> int | HeadwayError:
     token = result.values[0]
     assert isinstance(token, int | HeadwayError)
     return token
+
+
+def _probed(result: SegmentResult, count: int) -> tuple[object, ...]:
+    return tuple([result.values[1 + i] for i in range(count)])
 
 
 def as_segments(batch: Batch, masks: Sequence[DecodeMask | None], page_size: int) -> Batch:
@@ -149,7 +165,7 @@ def as_segments(batch: Batch, masks: Sequence[DecodeMask | None], page_size: int
                 numbers=numbers,
                 masks=(mask,),
                 slot_positions=np.arange(slot + 1),  # decode rows of models with windows stand at their slots
-                readouts=((0, i, replace(rows.readouts[i], async_mask=masks[i])),),
+                readouts=tuple([(at, i, readout) for at, readout in enumerate(_readouts(rows, i, masks[i]))]),
                 keep_last=False,
                 kept=None,
                 before_position=-1,
@@ -164,6 +180,12 @@ def as_segments(batch: Batch, masks: Sequence[DecodeMask | None], page_size: int
         write_slots=np.concatenate((rows.write_slots, batch.write_slots)),
         segments=(*segments, *(_moved(segment, count) for segment in batch.segments)),
     )
+
+
+def _readouts(rows: DecodeRows, i: int, mask: DecodeMask | None) -> tuple[Readout, ...]:
+    """How a decode row samples, and its probes."""
+    probes = () if rows.probes is None else rows.probes[i]
+    return (replace(rows.readouts[i], async_mask=mask), *probes)
 
 
 def _one_row(states: np.ndarray) -> SegmentStates:

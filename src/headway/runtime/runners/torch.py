@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from headway.base.specs.adapters import Mixes
+from headway.base.specs.probes import Probe
 from headway.base.specs.samplers import Sampling
 from headway.kernels.reference.lora import Reduce
 from headway.kv.allocator import Edit
@@ -14,7 +15,7 @@ from headway.kv.tensor_pool import TensorPool
 from headway.models.adapters.bound import BoundAdapter
 from headway.models.decoder import Decoder, DecoderInput, group_on, states_on
 from headway.models.hooks import Hooks
-from headway.runtime.batch import Batch
+from headway.runtime.batch import Batch, reads_final_state
 from headway.runtime.profile import Profiler, step_bytes
 from headway.runtime.readout import Reader, make_hooks, segment_results
 from headway.runtime.runners.attention_groups import plan
@@ -47,6 +48,9 @@ class TorchRunner:
     @property
     def decode_limit(self) -> int:
         return 0 if self.profiler.enabled else DECODE_LIMIT
+
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        return reads_final_state(what)
 
     def samples(self, how: Sampling) -> bool:
         return not how.penalizes

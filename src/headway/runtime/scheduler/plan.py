@@ -339,14 +339,14 @@ class Scheduler:
         self.counters.batch_passes += size
         self.counters.tokens += plan.batch.computed
         if plan.batch.decode is not None:
-            self._apply_decodes(plan, result.tokens, set() if in_flight is None else set(in_flight.decode_jobs))
+            self._apply_decodes(plan, result, set() if in_flight is None else set(in_flight.decode_jobs))
         for (job, chunk), segment in zip(plan.chunks, result.segments, strict=True):
             self._apply_chunk(job, chunk, segment, size, now)
 
-    def _apply_decodes(self, plan: StepPlan, tokens: Sequence[int | HeadwayError], still: set[Job]) -> None:
+    def _apply_decodes(self, plan: StepPlan, result: StepResult, still: set[Job]) -> None:
         rows, run = plan.batch.decode, self.run_ahead
         assert rows is not None
-        for job, error in run.apply(plan.decode_jobs, rows, tokens, still):
+        for job, error in run.apply(plan.decode_jobs, rows, result, still):
             self.fail(job, error)
         for job in plan.decode_jobs:
             self.announce(job)
@@ -408,7 +408,8 @@ class Scheduler:
             if (states := self._kv_cache.states) is not None:
                 states.finish(job)
                 states.grown(job)
-            decode.append(job, token, job.work.mask(0), result.state)
+            values = tuple([job.values[1 + i] for i in range(len(decode.probes))])
+            decode.append(job, token, job.work.mask(0), result.state, values)
             assert pages == job.pages == []
             self._kv_cache.finished(job)
             job.started, job.keys = False, []

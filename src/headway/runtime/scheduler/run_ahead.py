@@ -14,12 +14,14 @@ import numpy as np
 from headway.base.errors import HeadwayError
 from headway.base.specs.adapters import Mixes
 from headway.base.specs.brle import Brle
-from headway.base.specs.samplers import NO_TOKEN, Sampling
+from headway.base.specs.probes import Probe
+from headway.base.specs.samplers import NO_TOKEN, UNDECIDED, Sampling
 from headway.runtime.batch import DecodeRows, joined, needed_of
 from headway.runtime.decode import RUN_AHEAD, Decode
 from headway.runtime.job import Job
+from headway.runtime.passes import Readout
 from headway.runtime.readout import not_a_number
-from headway.runtime.runners.base import Runner
+from headway.runtime.runners.base import Runner, StepResult
 from headway.runtime.scheduler.kv_cache import KVCache
 
 Failures = list[tuple[Job, HeadwayError]]
@@ -67,6 +69,7 @@ class RunAhead:
             what = decode.readout.what
             plain = not decode.readout.is_biased
             decode.fast = plain and isinstance(what, Sampling) and self._runner.samples(what)
+            decode.fast = decode.fast and all(self._reads(probe.what, what) for probe in decode.probes)
         if table.must_replay or decode.as_pass or not decode.fast or job.replay is not None or job.keys:
             return False
         if decode.mask is not None:
@@ -74,6 +77,9 @@ class RunAhead:
             if mask is not None and not mask.any():
                 return False  # a row that attends to nothing is refused as a pass
         return not self._positions or decode.positions_in_order(table)
+
+    def _reads(self, what: Sampling | Probe, how: Sampling | Probe) -> bool:
+        return isinstance(what, Probe) and isinstance(how, Sampling) and self._runner.reads(what, how)
 
     def give_page(self, job: Job, slot: int, *, ahead: bool) -> bool:
         """Have a page for the token at a slot, and a place for the recurrent state after it; False if there is none to
@@ -120,6 +126,7 @@ class RunAhead:
             readouts=readouts,
             seeds=np.array([r.seed for r in readouts], np.uint64),
             adapters=_adapters(jobs),
+            probes=_probes(jobs),
             states=self._states(jobs),
             group=object(),
         )
@@ -150,18 +157,19 @@ class RunAhead:
             readouts=rows.readouts,
             seeds=rows.seeds,
             adapters=rows.adapters,
+            probes=rows.probes,
             states=self._states(jobs),
             group=rows.group,
         )
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
-    def apply(
-        self, jobs: Sequence[Job], rows: DecodeRows, tokens: Sequence[int | HeadwayError], still: set[Job]
-    ) -> Failures:
+    def apply(self, jobs: Sequence[Job], rows: DecodeRows, result: StepResult, still: set[Job]) -> Failures:
         """Take the tokens of a step over, while the jobs in `still` are in flight again. The jobs that failed."""
         failed: Failures = []
-        masks, states = rows.masks, self._kv_cache.states
+        masks, states, tokens = rows.masks, self._kv_cache.states, result.tokens
+        if result.probed:
+            tokens = [_unless_failed(token, row) for token, row in zip(tokens, result.probed, strict=True)]
         for i, (job, token, slot) in enumerate(zip(jobs, tokens, rows.slots.tolist(), strict=True)):
             job.running = job in still
             decode = _decode(job)
@@ -183,7 +191,7 @@ class RunAhead:
                     self._count_trimmed(job, mask, slot)
                 if states is not None:
                     states.appended(job)
-                decode.append(job, token, mask)
+                decode.append(job, token, mask, values=result.probed[i] if result.probed else ())
                 self.sampled += 1
                 self._free_pages(job)
                 continue
@@ -228,6 +236,17 @@ def _masks(jobs: list[Job], slots: list[int]) -> Masks:
 def _adapters(jobs: list[Job]) -> Mixes | None:
     mixes = tuple([_decode(job).adapters for job in jobs])
     return None if all(mix is None for mix in mixes) else mixes
+
+
+def _probes(jobs: list[Job]) -> tuple[tuple[Readout, ...], ...] | None:
+    probes = tuple([_decode(job).probes for job in jobs])
+    return probes if any(probes) else None
+
+
+def _unless_failed(token: int | HeadwayError, values: Sequence[object]) -> int | HeadwayError:
+    """A row's token. Where a probe has failed the row is computed again as a pass, which says why."""
+    failed = any(isinstance(value, HeadwayError) for value in values)
+    return UNDECIDED if failed and isinstance(token, int) and token >= 0 else token
 
 
 def _tokens(jobs: list[Job], slots: list[int], before: Sequence[Job]) -> np.ndarray:

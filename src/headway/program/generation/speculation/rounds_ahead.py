@@ -76,8 +76,8 @@ class RoundsAhead:
         return self._next is not None
 
     def check_idle(self) -> None:
-        """Raise while the program awaits the round before the one that is ahead."""
-        if self._next is not None and self._context._retract is None:
+        """Raise while the program awaits a round: the worker may be asking the drafter, and nobody else may."""
+        if self._awaited is not None or (self._next is not None and self._context._retract is None):
             raise ContextBusy("this generation has a step in flight; await it before steering the generation")
 
     def most_drafts(self, left: int) -> int:

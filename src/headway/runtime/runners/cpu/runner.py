@@ -14,6 +14,7 @@ import numpy as np
 from headway.base.arrays import empty
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
+from headway.base.specs.probes import Probe
 from headway.base.specs.samplers import NO_TOKEN, Sampling
 from headway.base.system.device import AnyDevice
 from headway.kernels.host import sampling
@@ -132,6 +133,9 @@ class NativeRunner:
     @property
     def decode_limit(self) -> int:
         return 0 if self.profiler.enabled else DECODE_LIMIT
+
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        return False  # the native step samples decode rows itself
 
     def samples(self, how: Sampling) -> bool:
         return not how.penalizes  # everything that needs no history

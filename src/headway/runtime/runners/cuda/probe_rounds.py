@@ -134,6 +134,12 @@ def plan(queries: Sequence[Query], drawn: Mapping[Key, Sequence[Drawn | None]], 
     return Plan([part for part in rounds if part.makes], known, left)
 
 
+def is_one_round(queries: Sequence[Query], drawn: Mapping[Key, Sequence[Drawn | None]]) -> bool:
+    """Whether the questions of these probes are asked together, however many of them are equal."""
+    pairs = sum(_pairs(ask) + len(drawn.get((ask.segment, ask.index), ())) for _, ask in queries)
+    return len(queries) <= JOBS and pairs <= PAIRS
+
+
 def _add_query(part: ProbeRound, row: int, ask: Ask, drawn: Sequence[Drawn | None]) -> _Make:
     """Put a probe's questions into the round; what comes back makes its value of the answers."""
     what = ask.readout.what

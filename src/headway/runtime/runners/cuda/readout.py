@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.base.specs.adapters import Mixes
-from headway.base.specs.probes import Ranking
+from headway.base.specs.probes import Probe, Ranking
 from headway.base.specs.samplers import NO_TOKEN, UNDECIDED, Sampling
 from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch, DecodeRows, reads_final_state
@@ -26,12 +26,14 @@ from headway.runtime.runners.adapter_rows import has_head
 from headway.runtime.runners.cuda.arrays import PinnedBuffer, Upload
 from headway.runtime.runners.cuda.graphs import Graphs, padded
 from headway.runtime.runners.cuda.model import CudaModel
-from headway.runtime.runners.cuda.probes import CudaProbes, Drawn
+from headway.runtime.runners.cuda.probe_rounds import Drawn, is_one_round
+from headway.runtime.runners.cuda.probes import CudaProbes
 from headway.runtime.runners.cuda.sampling import MOST, CudaDraws, Key
 from headway.runtime.runners.cuda.steps import Mark
 from headway.runtime.runners.row_adapters import add_heads
 
 Values = dict[Key, object]
+RowValues = tuple[object, ...]  # of the probes of a decode row
 _RowReadout = tuple[int, int, int, Readout]  # a segment, the index of a readout, its row, and what it reads
 
 
@@ -64,12 +66,13 @@ class CudaReader:
 
     def __init__(self, model: CudaModel, graphs: Graphs, name: str) -> None:
         self.model, self._graphs, self._slow, self._name = model, graphs, Reader(model, None), name
-        self._room = 0
+        self._room, self._row_names = 0, [f"{name} rows {i}" for i in range(2)]
         self._rows = Upload(MOST, torch.int32, model.device)
         self._sent_rows: Sequence[int] = ()  # those on the device
         self._draws, self._probes = CudaDraws(model, graphs, name), CudaProbes(model, graphs, name)
         self._grow(1)
         self._pinned = [PinnedBuffer(MOST, model.device) for _ in range(2)]  # for the tokens of decode rows, in turn
+        self._row_probes: list[CudaProbes] = []  # for the probes of decode rows, in turn, once there are any
         self._same_readouts: tuple[Readout, ...] | None = None  # greedy ones, whose numbers are on the device already
         self._same_size = 0
         self._first = 0  # rows of x before those of the batch's segments: decode rows
@@ -128,6 +131,11 @@ class CudaReader:
         """Whether `sample_rows` can sample like this."""
         return self._draws.way(how).plain
 
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        """Whether `probe_rows` can read this where `sample_rows` samples like that."""
+        processed = isinstance(what, Ranking) and what.processed
+        return reads_final_state(what) and not (processed and how.temperature > 0 and _filters(how))
+
     def row_logits(self, x: Tensor, rows: DecodeRows) -> Tensor:
         """Logits [N, V] of the first rows of x, which are these."""
         logits = self._only(x) if len(x) == 1 else self._chosen(range(len(rows)), x)
@@ -162,6 +170,41 @@ class CudaReader:
         self._pinned.reverse()
         pinned.send(self._draws.tokens[:count])
         return lambda: pinned.read(count)
+
+    def probe_rows(self, rows: DecodeRows, logits: Tensor) -> Callable[[], list[RowValues | None]]:
+        """Answer the probes of rows that are sampled; the returned function waits for the values of each row, None
+        where they are left undecided. Two such steps may be in flight."""
+        if not self._row_probes:
+            self._row_probes = [CudaProbes(self.model, self._graphs, name) for name in self._row_names]
+        assert rows.probes is not None
+        asked = [[(i, Ask(i, at, i, what)) for at, what in enumerate(probes)] for i, probes in enumerate(rows.probes)]
+        queries = [query for row in asked for query in row]
+        drawn = {
+            (ask.segment, ask.index): [self._drawn_in_place(i, rows.readouts[i].what)]
+            for i, ask in queries
+            if isinstance(ask.readout.what, Ranking)
+        }
+        wait = self._row_probes[0].begin(queries, logits, self._draws.tokens, drawn, lasting=self._lasts(logits))
+        self._row_probes.reverse()
+
+        def finish() -> list[RowValues | None]:
+            values: Values = {}
+            left = {ask.segment for _, ask in wait(values)}
+            return [
+                None if i in left else tuple([values[ask.segment, ask.index] for _, ask in row])
+                for i, row in enumerate(asked)
+            ]
+
+        if is_one_round(queries, drawn):
+            return finish
+        values = finish()  # now: later the next step's logits are there
+        return lambda: values
+
+    def _drawn_in_place(self, row: int, how: Sampling | Probe) -> Drawn:
+        """What is drawn at a decode row, as a ranking of it needs to know."""
+        assert isinstance(how, Sampling)
+        known = how.temperature == 0 or not _filters(how)
+        return Drawn(-1 - row, row, how.temperature if known else None, None)
 
     def _is_plain(self, placed: list[_RowReadout]) -> bool:
         """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
@@ -251,9 +294,8 @@ class CudaReader:
             token = -1 - begun.places[key]
         if not isinstance(token, int):
             return None
-        filters = how.top_k or how.top_p < 1 or how.min_p or how.filters_rarely
         adjusted = row >= len(work.samplers) or not (self._draws.way(how).adjusts or ask.readout.bias is not None)
-        known = adjusted and (how.temperature == 0 or not filters)
+        known = adjusted and (how.temperature == 0 or not _filters(how))
         return Drawn(token, row, how.temperature if known else None, ask.readout.permitted() if known else None)
 
     def _settle(self, left: list[tuple[int, Ask]], work: _Work, logits: Tensor, batch: Batch, values: Values) -> None:
@@ -276,7 +318,8 @@ class CudaReader:
         if rows <= self._room:
             return
         self._room = rows if rows < 64 else max(rows, MOST)
-        self._graphs.forget(lambda key: self._name in key)
+        names = {self._name, *self._row_names}
+        self._graphs.forget(lambda key: not names.isdisjoint(key))
         c, device = self.model.config, self.model.device
         self._out = torch.empty(self._room, c.vocab_size, dtype=torch.float32, device=device)
         self._h = torch.empty(self._room, c.hidden_size, dtype=self.model.dtype, device=device)
@@ -393,6 +436,10 @@ class CudaReader:
             else:
                 values[ask.segment, ask.index] = not_a_number() if token == NO_TOKEN else token
         return undecided
+
+
+def _filters(how: Sampling) -> bool:
+    return bool(how.top_k or how.top_p < 1 or how.min_p or how.filters_rarely)
 
 
 def _position(batch: Batch, ask: Ask) -> int:

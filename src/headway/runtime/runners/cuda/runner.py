@@ -25,7 +25,8 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
-from headway.base.specs.samplers import Sampling
+from headway.base.specs.probes import Probe
+from headway.base.specs.samplers import UNDECIDED, Sampling
 from headway.kernels.triton import fused
 from headway.kernels.triton.attention import chunk_items
 from headway.kernels.triton.matmul import LEAST, MOST
@@ -46,7 +47,7 @@ from headway.runtime.runners.cuda.attention.shared_pages import SharedPages, Sha
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.graphs import CHUNK_SIZES, SIZES, Graphs, padded
 from headway.runtime.runners.cuda.model import PROGRAMS, CudaModel
-from headway.runtime.runners.cuda.readout import CudaReader, Values
+from headway.runtime.runners.cuda.readout import CudaReader, RowValues, Values
 from headway.runtime.runners.cuda.steps import DeviceStep
 
 GRAPH_INTS = 1 << 20  # numbers that a captured step can hold
@@ -125,6 +126,9 @@ class CudaRunner:
 
     def samples(self, how: Sampling) -> bool:
         return self._decode_reader.samples(how)
+
+    def reads(self, what: Probe, how: Sampling) -> bool:
+        return self._decode_reader.reads(what, how)
 
     def load_adapter(self, adapter: BoundAdapter) -> CudaAdapter:
         with torch.inference_mode(), self._where():
@@ -266,6 +270,12 @@ class CudaRunner:
         with torch.inference_mode(), self._where():
             return self._decode_reader.sample_rows(batch.decode, logits, words)
 
+    def probe(self, batch: Batch, logits: Tensor) -> Callable[[], list[RowValues | None]]:
+        """Have the probes of decode rows answered; the function that is returned waits for their values."""
+        assert batch.decode is not None
+        with torch.inference_mode(), self._where():
+            return self._decode_reader.probe_rows(batch.decode, logits)
+
     def finish(self, step: CudaStep) -> list[SegmentResult]:
         """Wait for the values of a step's segments."""
         with torch.inference_mode(), self._where():
@@ -291,6 +301,7 @@ class CudaStep:
         self.read: Callable[[], Values] | None = None
         self.is_over = False  # nobody needs what its readers hold
         self._tokens: Callable[[], list[int]] | None = None
+        self._probed: Callable[[], list[RowValues | None]] | None = None
         self._failed: dict[int, HeadwayError] = {}
 
     def masks(self, masks: Sequence[DecodeMask | None]) -> None:
@@ -305,15 +316,23 @@ class CudaStep:
                 usable.append(None)
         assert self.logits is not None
         self._tokens = self._runner.sample(self.batch, self.logits, usable)
+        if self.batch.decode is not None and self.batch.decode.probes is not None:
+            self._probed = self._runner.probe(self.batch, self.logits)
 
     def result(self) -> StepResult:
         tokens: list[int | HeadwayError] = []
         if self.batch.decode is not None:
             assert self._tokens is not None
             tokens += self._tokens()
+        probed: list[RowValues] = []
+        for i, values in enumerate([] if self._probed is None else self._probed()):
+            probed.append(values or ())
+            token = tokens[i]
+            if values is None and isinstance(token, int) and token >= 0:
+                tokens[i] = UNDECIDED
         for i, error in self._failed.items():
             tokens[i] = error
-        return StepResult(tokens, self._runner.finish(self))
+        return StepResult(tokens, self._runner.finish(self), probed)
 
 
 def _unmarked(name: str) -> None:
