@@ -30,7 +30,7 @@ def copy_seconds() -> float:
 
 
 class HoldMeter:
-    """The longest hold in a `with`, in CPU seconds, and where it was. The client's thread, which enters, is left out."""
+    """The longest hold in a `with`, in CPU seconds, and where. The thread that enters, a client, is left out."""
 
     def __init__(self) -> None:
         self.longest, self.where = 0.0, ""
@@ -43,9 +43,9 @@ class HoldMeter:
         run = self._run_handle
 
         def timed(handle: asyncio.Handle) -> None:
-            began = time.thread_time()
+            work, began = handle._callback, time.thread_time()
             run(handle)
-            self._note(time.thread_time() - began, repr(handle))
+            self._note(time.thread_time() - began, f"a callback of {type(work)}")
 
         asyncio.Handle._run = timed
         self._thread.start()

@@ -51,6 +51,6 @@ def test_a_long_text_has_the_same_tokens_natively_and_in_parts() -> None:
     native, other = Tokenizer.from_gguf(metadata), Tokenizer.from_gguf(metadata | lists)
     assert native is not None
     assert other is not None
-    text = "".join(PIECES) * 300 + "a" * (3 * PART)
+    text = "".join(PIECES) * 300 + "a" * (20 * PART) + "".join(PIECES) * 300
     whole = other._plain_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
     assert native.encode(text) == other.encode(text) == whole

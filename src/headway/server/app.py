@@ -15,7 +15,19 @@ from starlette.middleware import Middleware
 
 from headway.base.system.collector import FullCollections
 from headway.base.system.switch_interval import WHILE_SERVING, SwitchInterval
-from headway.server import anthropic, audio, batches, home, logs, ollama, openai, operator_routes, pooling, responses
+from headway.server import (
+    anthropic,
+    audio,
+    batches,
+    home,
+    llama_server,
+    logs,
+    ollama,
+    openai,
+    operator_routes,
+    pooling,
+    responses,
+)
 from headway.server.api.response_schema import COMMON, ERRORS, ErrorResponse, Health, ServerStats, ok
 from headway.server.audio.decoder import AudioDecoder
 from headway.server.batches.files import FileStore
@@ -89,6 +101,7 @@ def create_app(
         batches.router,
         anthropic.router,
         ollama.router,
+        llama_server.router,
         pooling.router,
         audio.router,
     )
@@ -185,6 +198,11 @@ def _log_stuck(serving: Serving, model: ServedModel, is_stuck: bool) -> None:
 router = APIRouter(responses=COMMON)
 
 
+@router.get(
+    "/v1/health",
+    summary="Whether the server is ready",
+    responses=ok(Health) | {503: {"model": Health | ErrorResponse, "description": "Not ready"}},
+)
 @router.get(
     "/health",
     summary="Whether the server is ready",

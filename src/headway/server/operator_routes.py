@@ -1,4 +1,4 @@
-"""Routes that operators and clients of other servers ask about this one: /ping, /version, /props, /slots, /docs."""
+"""Routes that operators and clients of other servers ask: /ping, /load, /version, /props, /slots, /docs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ router = APIRouter(responses=COMMON)
 
 class Ping(ResponseSchema):
     """Nothing: the status says it."""
+
+
+class ServerLoad(ResponseSchema):
+    server_load: int
 
 
 class Version(ResponseSchema):
@@ -63,6 +67,12 @@ class Slot(ResponseSchema):
 SLOTS: Responses = {200: {"model": list[Slot], "description": "The requests"}}
 
 
+@router.post(
+    "/ping",
+    summary="Whether the server is ready",
+    response_model=None,
+    responses=ok(Ping) | {503: {"model": Ping | ErrorResponse, "description": "Not ready"}},
+)
 @router.get(
     "/ping",
     summary="Whether the server is ready",
@@ -73,6 +83,13 @@ async def ping(request: Request) -> JSONResponse:
     """200 when the server is ready, otherwise 503; `/health` says why."""
     serving: Serving = request.app.state.serving
     return JSONResponse({}, 200 if serving.state == "ready" else 503)
+
+
+@router.get("/load", summary="Requests in flight", response_model=None, responses=ok(ServerLoad))
+async def load(request: Request) -> dict[str, int]:
+    """How many requests are admitted and not finished, as vLLM tells its routers."""
+    serving: Serving = request.app.state.serving
+    return {"server_load": serving.in_flight}
 
 
 @router.get("/version", summary="The server's version", response_model=None, responses=ok(Version))

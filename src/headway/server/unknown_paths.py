@@ -8,12 +8,9 @@ from collections.abc import Collection
 PATHS = "GET /docs lists the paths of this server, and GET /openapi.json describes them"
 LONGEST = 64  # characters of a path that is looked for among those that exist
 HINTS = {  # beginnings of paths that clients of other APIs call, the longest match counts
-    "/api/": "of Ollama's API there are chat, generate, embed, tags, ps, show and version: models are not managed here",
-    "/chat/completions": "the path is /v1/chat/completions: the client's base URL must end in /v1",
-    "/completions": "the path is /v1/completions: the client's base URL must end in /v1",
-    "/completion": "llama.cpp's own API is not supported; use POST /v1/completions",
+    "/api/": "of Ollama's API there are chat, generate, embed, embeddings, tags, ps, show and version: "
+    "models are not managed here",
     "/embeddings": "the path is /v1/embeddings: the client's base URL must end in /v1",
-    "/models": "the path is /v1/models: the client's base URL must end in /v1",
     "/generate": "use POST /v1/completions",
     "/redoc": "GET /docs is the API's description, and GET /openapi.json the same for programs",
     "/v1/v1/": "the client adds /v1 itself: its base URL must not end in /v1",

@@ -22,7 +22,7 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
 from headway.base.text import find_all
 from headway.kernels.native.bpe import Bpe, StringTable
-from headway.text.parts import composed, parts_of
+from headway.text.parts import LONGEST, composed, parts_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -188,25 +188,29 @@ class NativeBpe:
     def __len__(self) -> int:
         return len(self._bpe)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """The ids of a text; names of control tokens are plain text unless `special`."""
+    def encode(self, text: str, *, special: bool, whole: Callable[[str], list[int]]) -> list[int]:
+        """The ids of a text; names of control tokens are plain text unless `special`. `whole` encodes a long word."""
         ids: list[int] = []
         begin = 0
         for match in find_all(self._names, text, self._longest) if self._names else ():
             id = self._ids[match[0]]
             if special or id not in self.special.control:
-                ids += [*self._encode(text[begin : match.start()]), id]
+                ids += [*self._encode(text[begin : match.start()], whole), id]
                 begin = match.end()
-        return ids + self._encode(text[begin:])
+        return ids + self._encode(text[begin:], whole)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, whole: Callable[[str], list[int]]) -> list[int]:
         if not text:
             return []
         if self._normalizer is not None:
             text = composed(text, self._normalizer)
         ids: list[int] = []
         for part in parts_of(text, self._words):
-            ids += self._bpe.encode([w for w, _ in self._words.pre_tokenize_str(part)], whole=self._pre.ignore_merges)
+            if len(part) > LONGEST:
+                ids += whole(part)
+            else:
+                words = [word for word, _ in self._words.pre_tokenize_str(part)]
+                ids += self._bpe.encode(words, whole=self._pre.ignore_merges)
         return ids
 
     def id_to_token(self, id: int) -> str | None:

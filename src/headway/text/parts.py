@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 PART = 8192  # characters that are split into words in one call, which holds the GIL
+LONGEST = 16 * PART  # characters in which a cut is looked for; a text without one is one part
 MARGIN = 16  # characters behind a cut that were seen: rules look ahead by a few
 _ASCII = re.compile("[\x00-\x7f]")
 LOCAL = ("ByteLevel", "Digits", "Punctuation", "Split", "Whitespace", "WhitespaceSplit")
@@ -34,9 +35,9 @@ def _is_local(step: dict[str, Any]) -> bool:
 
 
 def parts_of(text: str, words: tokenizers.pre_tokenizers.PreTokenizer, size: int = PART) -> Iterator[str]:
-    """A text in parts of about `size` characters, or longer ones where a word is."""
+    """A text in parts of about `size` characters. The last one is longer if there is no cut in LONGEST."""
     at, length = 0, size
-    while at + length < len(text):
+    while at + length < len(text) and length <= LONGEST:
         window = text[at : at + length]
         starts = (start for _, (start, _) in reversed(words.pre_tokenize_str(window)))
         if cut := next((start for start in starts if start <= length - MARGIN and _ends(window[start - 1])), 0):

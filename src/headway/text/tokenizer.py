@@ -146,7 +146,7 @@ class Tokenizer:
             raise WrongType(f"text is a {type(text).__name__}; it must be a str")
         check_unicode(text)
         if self._native is not None:
-            return self._native.encode(text, special=special)
+            return self._native.encode(text, special=special, whole=self._encode_whole)
         backend = self.backend if special else self._plain_backend()
         if len(text) <= LONG:
             return backend.encode(text, add_special_tokens=False).ids
@@ -154,6 +154,9 @@ class Tokenizer:
         for part in self._parts(text, special=special):
             ids += backend.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
+
+    def _encode_whole(self, text: str) -> list[int]:
+        return self._plain_backend().encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _parts(self, text: str, *, special: bool) -> Iterable[str]:
         """A text in parts with the same tokens, where there are any: the ids of megabytes take long to hand over."""

@@ -15,9 +15,9 @@ from lab_serving import lab_live
 
 import headway as hw
 from headway.base.specs.brle import Brle
+from headway.server.home.page_files import PAGE_HEADERS, TYPES
 from headway.server.lab.page import STATIC, files
 from headway.server.lab.schema import Base64Array
-from headway.server.page_files import PAGE_HEADERS, TYPES
 from support.live import Live
 from support.oracle import Oracle
 

@@ -22,9 +22,9 @@ def test_tokens_there_and_back(served):
     assert result["tokens"] == served.engine.tokenizer.encode(TEXT)
     assert result["count"] == len(result["tokens"]) == len(result["token_strs"])
     assert result["max_model_len"] == 8192
-    assert served.post("/detokenize", tokens=result["tokens"]).json == {"prompt": TEXT}
+    assert served.post("/detokenize", tokens=result["tokens"]).json == {"prompt": TEXT, "content": TEXT}
     assert served.post("/tokenize", prompt="").json["tokens"] == []
-    assert served.post("/detokenize", tokens=[]).json == {"prompt": ""}
+    assert served.post("/detokenize", tokens=[]).json == {"prompt": "", "content": ""}
 
 
 def test_special_tokens_are_named_alone_or_on_request(served):

@@ -94,7 +94,10 @@ def _text_prompt(given: str, check: RequestChecks, truncate: int | None, max_tok
         check.text([given], "prompt")
     whole = encode(given, check.engine)
     ids = check.truncated(whole, truncate, max_tokens)
-    return Prompt(ids, given if len(ids) == len(whole) else decode(ids, check.engine), True)
+    text = given if len(ids) == len(whole) else decode(ids, check.engine)
+    while len(whole) > len(ids):  # freeing megabytes of ids holds the GIL
+        del whole[-min(PIECE, len(whole) - len(ids)) :]
+    return Prompt(ids, text, True)
 
 
 def _ids_prompt(
@@ -139,13 +142,13 @@ def infill_ids(engine: Engine, what: str) -> tuple[int, int, int]:
     )
 
 
-def encode(text: str, engine: Engine, *, begin: bool = True, special: bool = False) -> tuple[int, ...]:
+def encode(text: str, engine: Engine, *, begin: bool = True, special: bool = False) -> list[int]:
     """The token ids of a text at the start of a context."""
     tokenizer = engine.tokenizer
     ids = tokenizer.encode(text, special=special)
     if begin and tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids = [tokenizer.bos_id, *ids]
-    return tuple(ids)
+        ids.insert(0, tokenizer.bos_id)
+    return ids
 
 
 def decode(ids: Sequence[int], engine: Engine) -> str:

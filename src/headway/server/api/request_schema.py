@@ -471,8 +471,12 @@ class TokenizeRequest(RequestSchema):
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None  # the text, as clients of llama-server name it
     messages: Annotated[list[ChatMessage], FailAtFirst()] | None = None
     tools: Annotated[list[AnyTool], FailAtFirst()] | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

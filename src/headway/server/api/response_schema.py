@@ -265,15 +265,23 @@ class ModelList(ResponseSchema):
     data: list[ModelCard]
 
 
+class TokenPiece(ResponseSchema):
+    id: int
+    piece: str | list[int]
+
+
 class Tokenized(ResponseSchema):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     token_strs: list[str] = []
 
 
 class Detokenized(ResponseSchema):
+    """The text, under vLLM's name and under llama-server's."""
+
     prompt: str
+    content: str
 
 
 class TokenizerInfo(BaseModel):

@@ -103,7 +103,7 @@ def json_logprob(rank: Rank) -> float:
 
 def text_of(id: int, engine: Engine, unfinished: str = "bytes:") -> str:
     """The text of a token."""
-    return _spelled(_bytes(id, engine), unfinished)
+    return _spelled(token_bytes(id, engine), unfinished)
 
 
 def _speller(engine: Engine) -> Callable[[int], str]:
@@ -126,7 +126,7 @@ def _by_text(token: ScoredToken, spell: Callable[[int], str]) -> dict[str, float
 
 
 def _entry(rank: Rank, engine: Engine) -> dict[str, Any]:
-    spelled = _bytes(rank.id, engine)
+    spelled = token_bytes(rank.id, engine)
     return {"token": _spelled(spelled, ""), "logprob": json_logprob(rank), "bytes": list(spelled)}
 
 
@@ -137,7 +137,7 @@ def _spelled(spelled: bytes, unfinished: str) -> str:
         return unfinished + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def _bytes(id: int, engine: Engine) -> bytes:
+def token_bytes(id: int, engine: Engine) -> bytes:
     """A token's bytes, or its id in brackets if the tokenizer does not have it."""
     if not engine.has_tokenizer or not _is_known(id, engine.tokenizer):
         return f"<{id}>".encode()

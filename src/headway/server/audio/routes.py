@@ -55,7 +55,8 @@ async def _respond(request: Request, task: str) -> Response:
     decoder: AudioDecoder = request.app.state.audio_decoder
     serving.check_started()
     body = await request.body()
-    form = read_form(request.headers.get("content-type", ""), body, serving.settings, translates=task == "translate")
+    kind, translates = request.headers.get("content-type", ""), task == "translate"
+    form = await serving.readers.run(lambda: read_form(kind, body, serving.settings, translates=translates))
     pool = models.get("audio", model=form.model)
     wanted = _wanted(form, task)
     check_request(pool, wanted)

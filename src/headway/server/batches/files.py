@@ -95,6 +95,10 @@ class FileStore:
                 "too_many_files",
             )
 
+    def new_path(self) -> Path:
+        """Where a file may be written that is then added."""
+        return self.folder / f"new-{secrets.token_hex(12)}"
+
     def add(
         self, tenant: Tenant, name: str, purpose: str, *, data: bytes | None = None, path: Path | None = None,
         seconds: float | None = None,

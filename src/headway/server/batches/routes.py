@@ -72,7 +72,8 @@ def _state(request: Request) -> tuple[Tenant, BatchStore, FileStore]:
 async def create_file(request: Request) -> dict[str, Any]:
     """Keep a file of requests for a batch."""
     tenant, _, files = _state(request)
-    form = parse_form(request.headers.get("content-type", ""), await request.body())
+    threads = request.app.state.serving.readers
+    form = await threads.run(parse_form, request.headers.get("content-type", ""), await request.body())
     parts = {name: part for name, [part] in form.items()}
     known = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
     if unknown := next((name for name in parts if name not in known), None):
@@ -87,7 +88,13 @@ async def create_file(request: Request) -> dict[str, Any]:
         raise bad_request(f"the file needs a name of 1 to {MAX_NAME} characters", "file")
     files.check_room(tenant, len(file.value))
     seconds = _seconds(parts, request.app.state.serving.settings.file_seconds)
-    return files.add(tenant, file.filename, "batch", data=file.value, seconds=seconds).fields()
+    path = files.new_path()
+    try:
+        await threads.run(path.write_bytes, file.value)
+        files.check_room(tenant, len(file.value))  # others may have been added meanwhile
+        return files.add(tenant, file.filename, "batch", path=path, seconds=seconds).fields()
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _seconds(parts: dict[str, FormPart], limit: float) -> float | None:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from headway.base.text import short_repr
 from headway.server.api.response_schema import COMMON, Index, ok
 from headway.server.errors import ApiError
-from headway.server.page_files import PAGE_HEADERS, TYPES, read_files
+from headway.server.home.page_files import PAGE_HEADERS, TYPES, read_files
 
 STATIC = Path(__file__).with_name("static")
 LINKS = {

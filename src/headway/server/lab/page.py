@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import RedirectResponse, Response
 
 from headway.server.errors import ApiError
-from headway.server.page_files import PAGE_HEADERS, TYPES
+from headway.server.home.page_files import PAGE_HEADERS, TYPES
 
 STATIC = Path(__file__).with_name("static")
 

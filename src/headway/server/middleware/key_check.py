@@ -10,8 +10,11 @@ from headway.server.errors import ApiError, route_path
 from headway.server.keys import bearer_key
 from headway.server.serving import Serving
 
+OPEN_PATHS = ("/health", "/v1/health", "/ping")
+"""Paths that need no key."""
+
 POLLED_PATHS = frozenset(
-    {"/health", "/ping", "/metrics", "/stats", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"}
+    {*OPEN_PATHS, "/metrics", "/stats", "/load", "/lab/api/model", "/lab/api/pages", "/lab/api/steps"}
 )
 """Paths that monitors poll: neither rate-limited nor, while they succeed, logged."""
 
@@ -60,4 +63,4 @@ def _is_open(scope: Scope) -> bool:
     if scope["type"] == "websocket":  # browsers cannot send the header: the first message has the key
         return all(name not in KEY_HEADERS for name, _ in scope["headers"])
     files = path == "/lab" or FILE.fullmatch(path)
-    return path in ("/health", "/ping") or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))
+    return path in OPEN_PATHS or ((files or path == "/") and scope["method"] in ("GET", "HEAD"))

@@ -69,6 +69,7 @@ class ServedModel:
         self.loaded: LoadedEngine | None = None
         self.loaded_at: int | None = None  # a time.time() value
         self.used_at = 0.0  # a time.monotonic() value
+        self.idle_timeout = settings.idle_timeout  # seconds without requests until it is unloaded
         self.bytes = 0  # of the memory that models share
         self.progress: tuple[int, int] | None = None  # layers loaded, and all of them
         self.loading_since = 0.0

@@ -388,6 +388,7 @@ class ServedModels:
 
     def _set_absent(self, model: ServedModel) -> None:
         model.state, model.bytes, model.progress = "absent", 0, None
+        model.idle_timeout = self._settings.idle_timeout
         self._changed.set()
         self._changed = asyncio.Event()
         if model.waiters:
@@ -404,7 +405,7 @@ class ServedModels:
                 model.failure, model.retry_at = ModelError("its engine has stopped"), now + FIRST_RETRY
                 logs.log(logs.CRITICAL, "the engine's worker has died", model=model.name)
                 self._close(model)
-            elif not model.is_kept and not loaded.users and now - model.used_at >= self._settings.idle_timeout:
+            elif not model.is_kept and not loaded.users and now - model.used_at >= model.idle_timeout:
                 self._close(model)
 
     async def close(self) -> None:

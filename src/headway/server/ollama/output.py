@@ -105,7 +105,7 @@ class LineWriter:
         return json_bytes(self._head() | fields) + b"\n"
 
 
-def loaded(model: str, *, chat: bool) -> dict[str, Any]:
-    """The response to a request that only loads the model: it has no messages, or no prompt."""
+def loaded(model: str, *, chat: bool, reason: str = "load") -> dict[str, Any]:
+    """The response to a request that only loads the model, or unloads it: it has no messages, or no prompt."""
     content: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": "load"}
+    return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": reason}

@@ -86,7 +86,7 @@ class OllamaRequest(RequestSchema):
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
-    keep_alive: float | str | None = None  # ignored: the model stays
+    keep_alive: float | str | None = None
 
 
 class OllamaCallFunction(RequestSchema):
@@ -153,3 +153,12 @@ class OllamaShowRequest(RequestSchema):
     model: Text | None = None
     name: Text | None = None  # the older name of `model`
     verbose: bool | None = None
+
+
+class OllamaEmbeddingsRequest(RequestSchema):
+    """`POST /api/embeddings`, the older route for one text."""
+
+    model: Text
+    prompt: Text
+    options: OllamaOptions | None = None
+    keep_alive: float | str | None = None

@@ -103,6 +103,12 @@ class OllamaShown(ResponseSchema):
     modified_at: str
 
 
+class OllamaEmbedding(ResponseSchema):
+    """One vector, of the older route."""
+
+    embedding: list[float]
+
+
 class OllamaVersion(ResponseSchema):
     version: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -18,9 +19,11 @@ from headway.server.chats.message_job import MessageJob, respond_message
 from headway.server.chats.messages import template_reasons
 from headway.server.errors import bad_request, fields_named
 from headway.server.models import ModelLease, ServedModel, requested_model
+from headway.server.ollama.keep_alive import keep_for, stay_seconds
 from headway.server.ollama.output import LineWriter, loaded
 from headway.server.ollama.request_schema import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
@@ -29,6 +32,7 @@ from headway.server.ollama.requests import FIELDS, plan_ollama
 from headway.server.ollama.response_schema import (
     ERRORS,
     OllamaChat,
+    OllamaEmbedding,
     OllamaEmbeddings,
     OllamaModels,
     OllamaRunningModels,
@@ -41,7 +45,6 @@ from headway.server.openai.about import listed_models
 from headway.server.pooling.request_schema import EmbeddingRequest
 from headway.server.pooling.routes import embed
 from headway.server.serving import Serving
-from headway.server.settings import ServerSettings
 
 LATEST = ":latest"  # the tag that Ollama's clients may add to a name
 NEVER = "0001-01-01T00:00:00Z"  # when a model that stays expires, as Ollama writes it
@@ -65,7 +68,12 @@ async def _generate(body: OllamaChatRequest | OllamaGenerateRequest, request: Re
     serving: Serving = request.app.state.serving
     tenant, name = serving.tenant(request), await known_name(serving, body.model)
     is_chat, streams = isinstance(body, OllamaChatRequest), body.stream is not False
+    seconds = stay_seconds(body.keep_alive)
+    if empty and seconds == 0:
+        await keep_for(serving, tenant, name, seconds)
+        return Response(json_bytes(loaded(body.model, chat=is_chat, reason="unload")), media_type="application/json")
     lease = await requested_model(request, name)
+    await keep_for(serving, tenant, name, seconds)
     if empty:
         return Response(json_bytes(loaded(body.model, chat=is_chat)), media_type="application/json")
     with serving.queue_slot(tenant), fields_named(FIELDS):
@@ -80,22 +88,37 @@ async def known_name(serving: Serving, name: str) -> str:
     return short if short != name and await serving.models.has(short) else name
 
 
+@router.post("/api/embeddings", summary="Embed a text", response_model=None, responses=ok(OllamaEmbedding))
+async def embed_one(body: OllamaEmbeddingsRequest, request: Request) -> Response:
+    """The vector of one text, as Ollama's older clients ask for it."""
+    _, result = await embed(_embedding_request(body.model, body.prompt, None, True, request), request)
+    serving: Serving = request.app.state.serving
+    vector = result.arrays[0]
+    return Response(
+        await serving.writers.run(lambda: json_bytes({"embedding": vector.tolist()})), media_type="application/json"
+    )
+
+
+def _embedding_request(
+    model: str, given: str | list[str], dimensions: int | None, truncate: bool | None, request: Request
+) -> EmbeddingRequest:
+    """The request as OpenAI's clients send it."""
+    name, names = model.removesuffix(LATEST), request.app.state.pooling_models.names()
+    return EmbeddingRequest(
+        model=name if name in names else model,
+        input=given,
+        dimensions=dimensions,
+        truncate_prompt_tokens=None if truncate is False else -1,
+    )
+
+
 @router.post("/api/embed", summary="Embed texts", response_model=None, responses=ok(OllamaEmbeddings))
 async def embed_texts(body: OllamaEmbedRequest, request: Request) -> Response:
     """One vector for each text."""
     start = time.perf_counter_ns()
     serving: Serving = request.app.state.serving
-    name = body.model.removesuffix(LATEST)
-    names = request.app.state.pooling_models.names()
-    _, result = await embed(
-        EmbeddingRequest(
-            model=name if name in names else body.model,
-            input=body.input,
-            dimensions=body.dimensions,
-            truncate_prompt_tokens=None if body.truncate is False else -1,
-        ),
-        request,
-    )
+    asked = _embedding_request(body.model, body.input, body.dimensions, body.truncate, request)
+    _, result = await embed(asked, request)
 
     def write() -> bytes:
         vectors = [array.tolist() for array in result.arrays]
@@ -123,19 +146,21 @@ async def running(request: Request) -> dict[str, Any]:
     if serving.models.is_single:
         await serving.models.peek(None)
     loaded = [one for one in serving.models.all() if one.engine is not None]
-    return {"models": [_card(one, name) | _running(one, serving.settings) for one in loaded for name in _names(one)]}
+    return {"models": [_card(one, name) | _running(one) for one in loaded for name in _names(one)]}
 
 
 def _names(model: ServedModel) -> tuple[str, ...]:
     return (*model.source.names, *model.adapters.known)
 
 
-def _running(model: ServedModel, settings: ServerSettings) -> dict[str, Any]:
+def _running(model: ServedModel) -> dict[str, Any]:
     assert model.loaded is not None
     info, idle = model.loaded.engine.info, time.monotonic() - model.used_at
-    left = settings.idle_timeout - (0.0 if model.loaded.users else idle)
+    left = model.idle_timeout - (0.0 if model.loaded.users else idle)
     return {
-        "expires_at": NEVER if model.is_kept else _as_utc(time.time() + max(0.0, left)),
+        "expires_at": NEVER
+        if model.is_kept or model.idle_timeout == math.inf
+        else _as_utc(time.time() + max(0.0, left)),
         "size_vram": info.weight_bytes if info.device != "cpu" else 0,
         "context_length": model.context_length,
     }

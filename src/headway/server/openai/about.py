@@ -15,7 +15,7 @@ from headway.server.api.prompts import decode, encode
 from headway.server.api.request_schema import DetokenizeRequest, TokenizeRequest
 from headway.server.api.response_schema import Detokenized, ModelCard, ModelList, Tokenized, TokenizerInfo, ok
 from headway.server.api.streaming import json_bytes
-from headway.server.api.tokens import text_of
+from headway.server.api.tokens import text_of, token_bytes
 from headway.server.chats.fields import template_variables
 from headway.server.chats.messages import read_chat_prompt, texts_of
 from headway.server.errors import bad_request
@@ -24,9 +24,12 @@ from headway.server.pooling.models import PoolingModel
 from headway.server.serving import Serving
 from headway.text.tokenizer import Tokenizer
 
+OF_CONTENT, OF_PROMPT = ("add_special", "parse_special", "with_pieces"), ("add_special_tokens", "special")
+
 router = APIRouter(route_class=JsonRoute)
 
 
+@router.get("/models", summary="List the models", response_model=None, responses=ok(ModelList))
 @router.get("/v1/models", summary="List the models", response_model=None, responses=ok(ModelList))
 async def models(request: Request) -> dict[str, Any]:
     """Every model under each of its names, its adapters, and the models for embeddings, scores and labels."""
@@ -108,8 +111,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text, with a BOS token if the model uses one, or of a chat in the model's template."""
     serving: Serving = request.app.state.serving
     lease = await requested_model(request, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("pass exactly one of prompt and messages", "prompt")
+    body = _with_prompt(body)
     with serving.queue_slot(serving.tenant(request)):
         return Response(
             await serving.readers.run(_tokenize, body, RequestChecks(serving, lease.engine)),
@@ -117,12 +119,40 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         )
 
 
+def _with_prompt(body: TokenizeRequest) -> TokenizeRequest:
+    """The request with `content` and its options, which are llama-server's, as a prompt and the options of that."""
+    if sum(one is not None for one in (body.prompt, body.content, body.messages)) != 1:
+        raise bad_request("pass exactly one of prompt, content and messages", "prompt")
+    for field in OF_CONTENT if body.content is None else OF_PROMPT:
+        if getattr(body, field) is not None:
+            raise bad_request(f"{field} cannot be combined with {_given(body)}; remove it", field)
+    if body.content is None:
+        return body
+    special = {"add_special_tokens": body.add_special is True, "special": body.parse_special is not False}
+    return body.model_copy(update={"prompt": body.content, **special})
+
+
+def _given(body: TokenizeRequest) -> str:
+    return next(name for name in ("content", "prompt", "messages") if getattr(body, name) is not None)
+
+
 def _tokenize(body: TokenizeRequest, check: RequestChecks) -> bytes:
     engine, ids = check.engine, _ids(body, check)
     result: dict[str, Any] = {"count": len(ids), "max_model_len": engine.config.max_positions, "tokens": ids}
     if body.return_token_strs:
         result["token_strs"] = [text_of(id, engine) for id in ids]
+    if body.with_pieces:
+        result["tokens"] = [{"id": id, "piece": _piece(id, engine)} for id in ids]
     return json_bytes(result)
+
+
+def _piece(id: int, engine: Engine) -> str | list[int]:
+    """A token's text, or its bytes if they are part of a character."""
+    spelled = token_bytes(id, engine)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return list(spelled)
 
 
 def _ids(body: TokenizeRequest, check: RequestChecks) -> tuple[int, ...]:
@@ -188,7 +218,8 @@ def _detokenize(body: DetokenizeRequest, engine: Engine) -> bytes:
         if not 0 <= id < engine.vocab_size:
             raise unknown_token(f"tokens[{i}]", id, engine.vocab_size, "tokens")
     _ = engine.tokenizer  # raises for a model without one
-    return json_bytes({"prompt": decode(body.tokens, engine)})
+    text = decode(body.tokens, engine)
+    return json_bytes({"prompt": text, "content": text})
 
 
 @router.get("/tokenizer_info", summary="The tokenizer", response_model=None, responses=ok(TokenizerInfo))

@@ -30,6 +30,7 @@ from headway.text.replies.parts import Content, Part, Reasoning, ToolCallArgumen
 router = APIRouter(route_class=JsonRoute)
 
 
+@router.post("/chat/completions", summary="Generate the next message", responses=whole_or_stream(ChatCompletion))
 @router.post(
     "/v1/chat/completions", summary="Generate the next message of a chat", responses=whole_or_stream(ChatCompletion)
 )

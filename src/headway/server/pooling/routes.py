@@ -74,12 +74,14 @@ async def embed(body: EmbeddingRequest, request: Request) -> tuple[PoolingModel,
     """The vectors of a request, and the model they are from."""
     serving, pool = _pool(request, "embed", model=body.model)
     options = _dimension_options(pool, body.dimensions)
-    inputs = _inputs(body.input, pool, serving)
+    inputs = await serving.readers.run(_inputs, body.input, pool, serving)
     return pool, await _compute(
         serving, request, pool, await _tokenize(serving, request, pool, inputs, body), **options
     )
 
 
+@router.post("/reranking", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
+@router.post("/v1/reranking", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
 @router.post("/rerank", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
 @router.post("/v1/rerank", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
 @router.post("/v2/rerank", summary="Rank documents for a query", response_model=None, responses=ok(RerankResponse))
@@ -154,7 +156,7 @@ def _pairs(body: ScoreRequest, serving: Serving) -> list[tuple[str, str]]:
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The likeliest label of each text, and the probabilities of all labels."""
     serving, pool = _pool(request, "classify", model=body.model)
-    inputs = _inputs(body.input, pool, serving)
+    inputs = await serving.readers.run(_inputs, body.input, pool, serving)
     result = await _compute(serving, request, pool, await _tokenize(serving, request, pool, inputs, body))
     labels = pool.task.labels
     data = [
@@ -177,7 +179,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     options = _dimension_options(pool, body.dimensions)
     if pool.role == "embed" and body.task != "embed":
         options["level"] = "token"
-    inputs = _inputs(body.input, pool, serving)
+    inputs = await serving.readers.run(_inputs, body.input, pool, serving)
     result = await _compute(serving, request, pool, await _tokenize(serving, request, pool, inputs, body), **options)
 
     def write() -> bytes:

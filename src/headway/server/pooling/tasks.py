@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from headway.pipelines.backends.loading import LoadedModel
 
 
+SLICE = 64  # texts that are encoded in one call: what it returns is freed at once
+
+
 class ServedTask(Task):
     """What all tasks of the server share."""
 
@@ -32,7 +35,9 @@ class ServedTask(Task):
         if isinstance(inputs[0], (str, tuple)):
             cut = "only_second" if isinstance(inputs[0], tuple) else "longest_first"
             options = TextOptions(truncation=truncate)
-            return [text.row(one[0]) for one in text.encode(inputs, options, cut=cut, special=special)]
+            slices = (inputs[at : at + SLICE] for at in range(0, len(inputs), SLICE))
+            encoded = (text.encode(slice, options, cut=cut, special=special) for slice in slices)
+            return [text.row(one[0]) for some in encoded for one in some]
         return [text.row(PlainEncoding(list(ids), [0] * len(ids))) for ids in inputs]
 
     def preprocess(self, item: Row, options: Any) -> PreparedItem:

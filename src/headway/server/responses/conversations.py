@@ -114,7 +114,15 @@ class StoredConversation:
 
 def items_size(items: Sequence[InputItem]) -> int:
     """The bytes of items."""
-    return sum(len(item.model_dump_json(exclude_none=True)) for item in items)
+    return sum(map(_item_size, items))
+
+
+def _item_size(item: InputItem) -> int:
+    """The bytes of one item; each of its parts is written alone, since there may be thousands."""
+    if not isinstance(item.content, list):
+        return len(item.model_dump_json(exclude_none=True))
+    parts = sum(len(part.model_dump_json(exclude_none=True)) + 1 for part in item.content)
+    return len(item.model_copy(update={"content": []}).model_dump_json(exclude_none=True)) + parts
 
 
 def _check_limits(messages: int, size: int, settings: ServerSettings) -> None:
