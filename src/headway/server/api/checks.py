@@ -28,7 +28,7 @@ class RequestChecks:
     def in_range(self, name: str, value: int | None, low: int, high: int) -> int | None:
         if value is not None and not low <= value <= high:
             raise bad_request(
-                f"{name} is {short_repr(value)}; it must be an integer in [{low}, {high}]", name, "out_of_range"
+                f"{name} is {value!r:.60}; it must be an integer in [{low}, {high}]", name, "out_of_range"
             )
         return value
 
@@ -89,8 +89,9 @@ class RequestChecks:
                 raise bad_request(f"logit_bias has token {int(key)} twice; pass one value for each", "logit_bias")
             number = as_number(value)
             if number is None:
+                shown = f"{value!r:.60}" if isinstance(value, int) else short_repr(value)
                 raise bad_request(
-                    f"logit_bias of token {int(key)} is {short_repr(value)}; it must be a finite number",
+                    f"logit_bias of token {int(key)} is {shown}; it must be a finite number",
                     "logit_bias",
                 )
             result[int(key)] = number
@@ -100,7 +101,7 @@ class RequestChecks:
         """A seed as the engine takes it: a negative one, which OpenAI allows, becomes the same 64 bits unsigned."""
         if seed is not None and not -(1 << 63) <= seed < 1 << 64:
             raise bad_request(
-                f"seed is {short_repr(seed)}; it must be an integer in [-2**63, 2**64 - 1]", "seed", "out_of_range"
+                f"seed is {seed!r:.60}; it must be an integer in [-2**63, 2**64 - 1]", "seed", "out_of_range"
             )
         return None if seed is None else seed % (1 << 64)
 
@@ -213,5 +214,5 @@ def as_number(value: object) -> float | None:
 
 def unknown_token(where: str, id: int, vocab: int, param: str) -> ApiError:
     """The error for a token id that is not in the vocabulary."""
-    message = f"{where} is {short_repr(id)}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
+    message = f"{where} is {id!r:.60}; this model's vocabulary has {vocab} tokens, with ids 0 to {vocab - 1}"
     return bad_request(message, param, "invalid_token")
