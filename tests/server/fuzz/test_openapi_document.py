@@ -32,6 +32,7 @@ EVERYWHERE = (  # routes of every part of the server
     *("/v1/conversations", "/v1/files", "/v1/batches", "/infill", "/api/generate", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v1/rerank", "/v1/score", "/classify", "/pooling", "/v1/audio/transcriptions"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/completion", "/apply-template", "/api/embeddings", "/load", "/ping"),
 )
 
 

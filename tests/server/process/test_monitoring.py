@@ -422,7 +422,7 @@ def test_the_root_links_to_what_there_is(server: Server) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "hint"),
     [
-        ("POST", "/chat/completions", "base URL must end in /v1"),
+        ("POST", "/embeddings", "base URL must end in /v1"),
         ("POST", "/v1/v1/chat/completions", "must not end in /v1"),
         ("POST", "/v1/assistants", "POST /v1/chat/completions"),
         ("GET", "/redoc", "/openapi.json"),

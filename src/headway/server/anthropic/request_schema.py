@@ -12,6 +12,7 @@ from headway.server.api.request_schema import (
     OFF_VALUES,
     Count,
     FailAtFirst,
+    JsonObject,
     RequestSchema,
     SamplingFields,
     Text,
@@ -37,7 +38,7 @@ class ContentBlock(RequestSchema):
     signature: str | None = None  # of thinking; not checked
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: JsonObject | None = None
     caller: Any = None  # sent back by clients; ignored
     tool_use_id: str | None = None
     content: str | Annotated[list[ContentBlock], FailAtFirst()] | None = None

@@ -68,6 +68,15 @@ def described(**schema: Any) -> Any:
     return Field(json_schema_extra=schema)
 
 
+def _check_object(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "Input should be a valid dictionary")
+    return value
+
+
+JsonObject = Annotated[Any, AfterValidator(_check_object), described(type="object")]
+"""An object of any members, as it is: pydantic would visit each of them in one call."""
+
 Id = Annotated[int, described(minimum=0)]
 Ids = Annotated[list[Id], FailAtFirst()]
 NonEmptyIds = Annotated[list[Id], FailAtFirst(), described(minItems=1)]

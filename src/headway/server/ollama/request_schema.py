@@ -10,6 +10,7 @@ from headway.server.api.request_schema import (
     FailAtFirst,
     Fraction,
     FunctionDefinition,
+    JsonObject,
     NonNegative,
     Penalty,
     RequestSchema,
@@ -91,7 +92,7 @@ class OllamaRequest(RequestSchema):
 
 class OllamaCallFunction(RequestSchema):
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
     index: int | None = None
 
 
