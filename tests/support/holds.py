@@ -42,10 +42,12 @@ class HoldMeter:
     def __enter__(self) -> HoldMeter:
         run = self._run_handle
 
-        def timed(handle: asyncio.Handle) -> None:
-            work, began = handle._callback, time.thread_time()
-            run(handle)
-            self._note(time.thread_time() - began, f"a callback of {type(work)}")
+        note = self._note
+
+        def timed(self: asyncio.Handle) -> None:
+            work, began = self._callback, time.thread_time()
+            run(self)
+            note(time.thread_time() - began, f"a callback of {type(work)}")
 
         asyncio.Handle._run = timed
         self._thread.start()
