@@ -253,6 +253,32 @@ def test_steps_of_other_programs_go_on_while_one_is_stuck(engine: hw.Engine) -> 
     assert free == engine.run(one, InProgram(2), 2)
 
 
+@pytest.mark.timeout(120)
+def test_one_that_asks_its_engine_never_waits_for_who_waits_for_it(engine: hw.Engine) -> None:
+    class Asks(Own):
+        def mask(self) -> Any:
+            if threading.current_thread().name == THREAD:
+                time.sleep(0.005)  # meanwhile its program looks at the context, and waits under the engine's lock
+            assert engine.stats().pages_total > 0
+            return super().mask()
+
+    class AsksInProgram(Asks):
+        in_program = True
+
+    async def program(engine: hw.Engine, kind: type[Asks]) -> tuple[int, ...]:
+        constraint = kind(0)
+        async with engine.context().fill(random_tokens(V, 20, 1)) as context:
+            generation = context.generate(SEEDED, max_tokens=40, stop_only=True, constrain=constraint)
+            async for step in generation:
+                await asyncio.sleep(0.003 * (len(generation.generated) % 3))
+                if len(generation.generated) % 4 == 0:
+                    assert context.tokens[-1] == step.tokens[-1]
+            assert THREAD in constraint.threads or kind is AsksInProgram
+            return generation.generated
+
+    assert engine.run(program, Asks) == engine.run(program, AsksInProgram)
+
+
 def test_any_form_of_a_mask_is_packed_as_it_is_read() -> None:
     for vocab in (1, 31, 32, 33, 97):
         rng = np.random.default_rng(vocab)

@@ -42,6 +42,7 @@ from headway.runtime.scheduler.plan import Scheduler
 from headway.runtime.scheduler.step_plan import StepPlan
 from headway.runtime.scheduler.step_time import StepTime
 from headway.runtime.step_costs import StepCosts
+from headway.runtime.worker.bookkeeping_lock import BookkeepingLock, check_may_wait
 from headway.runtime.worker.gathering import Gathering
 from headway.runtime.worker.in_flight import Failed, Started
 from headway.runtime.worker.notifier import Notifier
@@ -66,7 +67,7 @@ class Loop:
         on_start: Callable[[], None] = lambda: None,
         on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = BookkeepingLock()
         self.kv_cache = KVCache(allocator, None if states is None else JobStates(states))
         self.listeners: list[Callable[[StepEvent], None]] = []
         self._changed = threading.Condition(self.lock)
@@ -244,6 +245,7 @@ class Loop:
 
     def call(self, fn: Callable[[], None], *, even_asleep: bool = False) -> None:
         """Run fn on the worker thread, after all edits noted so far, and wait for it."""
+        check_may_wait()
         done, error = threading.Event(), []
 
         def wrapped() -> None:

@@ -29,8 +29,10 @@ from headway.base.specs.masks import logit_mask, packed_logit_mask
 from headway.program.constraints.batched_masks import accept_all, internal_error, masks_of
 from headway.program.constraints.budget import Postponed, TokenTime
 from headway.program.constraints.constraint import Constraint, GrammarMatcher
+from headway.runtime.worker.bookkeeping_lock import never_wait
 
 DENSE = 0.25  # mask density (share of the vocabulary allowed) below which forced tokens are likely to follow
+STALL = 0.1  # seconds of a call to a program's own constraint, which may wait for others: it is not followed further
 PATIENCE = 0.02  # seconds from a token to the mask after it, for which a step waits for a program's own constraint
 
 
@@ -263,7 +265,7 @@ class ProgramMask:
 
     def compute(self) -> None:
         """Give the constraint its token, and ask it what a pass needs to know."""
-        began, _own_calls.looked = time.thread_time(), False
+        began, started, _own_calls.looked = time.thread_time(), time.monotonic(), False
         try:
             self._variables.run(self._follow)
         except BaseException:  # the program's thread makes the same call, which raises there
@@ -272,6 +274,8 @@ class ProgramMask:
             self._words = None
         self.pace.next_token()
         self.pace.add(time.thread_time() - began)
+        if time.monotonic() - started > STALL:
+            self.pace.suspect()
 
     def _follow(self) -> None:
         constraint = self.constraint
@@ -313,6 +317,7 @@ def _program_thread() -> queue.SimpleQueue[ProgramMask]:
 
 
 def _follow_programs(waiting: queue.SimpleQueue[ProgramMask]) -> None:
+    never_wait()
     while True:
         _compute_own(waiting)
 
