@@ -246,7 +246,7 @@ class TestModels:
     def test_show_says_which_path_will_compute(self, headway: Run, tmp_path: Path) -> None:
         shown = headway("models", "show", str(save_hf(tmp_path, family_model("qwen3-moe")[1]))).stdout
         assert "(2 of 5 experts)" in shown
-        assert "the native step on a CPU, torch on a CUDA device" in " ".join(shown.split())
+        assert "the native step on a CPU, Triton kernels on a CUDA device" in " ".join(shown.split())
         assert "adapters of gate, up, down" in " ".join(shown.split())
         assert "the native step on a CPU" in headway("models", "show", "smollm2").stdout
 

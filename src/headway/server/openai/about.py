@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -155,7 +156,7 @@ def _piece(id: int, engine: Engine) -> str | list[int]:
         return list(spelled)
 
 
-def _ids(body: TokenizeRequest, check: RequestChecks) -> tuple[int, ...]:
+def _ids(body: TokenizeRequest, check: RequestChecks) -> Sequence[int]:
     if body.messages is None:
         check.text([body.prompt or ""], "prompt")
         return _text_ids(body, check.engine)
@@ -164,7 +165,7 @@ def _ids(body: TokenizeRequest, check: RequestChecks) -> tuple[int, ...]:
     return _chat_ids(body, check.engine)
 
 
-def _text_ids(body: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
+def _text_ids(body: TokenizeRequest, engine: Engine) -> Sequence[int]:
     """The ids of a text.
 
     Names of special tokens are plain text, as they are in prompts, unless `special` is set; but a text that consists of
@@ -186,7 +187,7 @@ def special_id(text: str, tokenizer: Tokenizer) -> int | None:
     return id if id in tokenizer.special_ids else None
 
 
-def _chat_ids(body: TokenizeRequest, engine: Engine) -> tuple[int, ...]:
+def _chat_ids(body: TokenizeRequest, engine: Engine) -> Sequence[int]:
     assert body.messages is not None
     for field in ("add_special_tokens", "special"):
         if getattr(body, field) is not None:
