@@ -37,7 +37,7 @@ def costless(path: Path) -> hw.Engine:
 
 @pytest.fixture(scope="module")
 def hurried(smollm2_path: Path) -> Iterator[Live]:
-    """A server where following the grammars of a request may take 4 ms, which it does before the parser's own limits."""
+    """A server where following the grammars of a request may take 4 ms: the parser's own limits come later."""
     with live(costless(smollm2_path), max_grammar_seconds=0.004) as server:
         yield server
 

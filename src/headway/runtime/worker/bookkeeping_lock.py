@@ -33,7 +33,7 @@ def check_may_wait() -> None:
         )
 
 
-class BookkeepingLock(_thread.RLock):
+class BookkeepingLock(_thread.RLock):  # pyright: ignore[reportGeneralTypeIssues]: CPython lets one
     """A reentrant lock."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
