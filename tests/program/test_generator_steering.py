@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -220,6 +221,7 @@ async def test_a_cut_is_followed_by_tokens_budget_and_constraint(engine: hw.Engi
         rule = Counted(2)
         generation = context.generate(hw.Argmax(), max_tokens=6, constrain=rule)
         first = await some(generation, 4)
+        assert list(context.tokens) == [7, *first]  # a look takes back what ran ahead, in the constraint too
         assert rule.tokens == first
         context.truncate(2)
         assert generation.generated == tuple(first[:2])
@@ -567,6 +569,56 @@ async def test_a_step_on_its_way_cannot_be_steered(engine: hw.Engine) -> None:
                 await task
         assert await generation.tokens() == continued([7], 8)
         assert list(context.tokens) == [7, *continued([7], 8)]
+
+
+class Anything:
+    """A constraint that allows every token, and is asked in its program; that takes longer than a pass."""
+
+    in_program = True
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def mask(self) -> None:
+        time.sleep(0.01)
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
+
+class NoIdea:
+    """A drafter that takes its time and has no draft."""
+
+    adaptive = False
+
+    def draft(self, tokens: object, limit: int) -> list[int]:
+        time.sleep(0.01)
+        return []
+
+    def accept(self, tokens: object) -> None:
+        """It learns nothing."""
+
+
+@pytest.mark.parametrize("options", [{"constrain": Anything}, {"speculate": NoIdea}], ids=["constraint", "drafter"])
+def test_two_tasks_cannot_take_a_step_at_once(engine: hw.Engine, options: dict[str, type]) -> None:
+    async def program(engine: hw.Engine) -> None:
+        given: dict[str, Any] = {name: kind() for name, kind in options.items()}
+        async with engine.context().fill([7]) as context:
+            generation = context.generate(hw.Argmax(), max_tokens=12, **given)
+            for _ in range(4):
+                before = generation.generated
+                found = await asyncio.gather(*(anext(generation) for _ in range(3)), return_exceptions=True)
+                steps = [one for one in found if isinstance(one, hw.Step)]
+                assert [type(one) for one in found if one not in steps] == [hw.ContextBusy] * 2
+                assert generation.generated == (*before, *steps[0].tokens)
+            assert await generation.tokens() == continued([7], 12)
+            assert list(context.tokens) == [7, *continued([7], 12)]
+            assert given.get("constrain") is None or given["constrain"].tokens == continued([7], 12)
+
+    engine.run(program)
 
 
 @program

@@ -127,6 +127,7 @@ class Generation(Generic[Value_co]):
         self._speculation = None if speculate is None else Speculation(speculate, context, self._drawing, verify)
         self._rounds = None if self._speculation is None else RoundsAhead(context, self._transcript, self._speculation)
         self.finish: str | None = None
+        self._is_stepping = False
         context._generations.add(self)
 
     def __repr__(self) -> str:
@@ -165,8 +166,17 @@ class Generation(Generic[Value_co]):
         return self
 
     async def __anext__(self) -> Step[Value_co]:
+        if self._is_stepping:
+            raise ContextBusy("this generation has a step in flight; await it before taking another")
         if self.finish is not None:
             raise StopAsyncIteration
+        self._is_stepping = True
+        try:
+            return await self._next_step()
+        finally:
+            self._is_stepping = False
+
+    async def _next_step(self) -> Step[Value_co]:
         if self._ahead.is_there:
             job, token = self._ahead.take()
             if job is not None:
@@ -295,6 +305,7 @@ class Generation(Generic[Value_co]):
             raise
         twin = copy(self)
         twin._context, twin._transcript, twin._speculation = context, transcript, speculation
+        twin._is_stepping = False
         if self._rounds is not None and speculation is not None:
             twin._rounds = self._rounds.fork(context, transcript, speculation)
         twin._rule, twin._seen = transcript.rule, self._seen.fork(context)
