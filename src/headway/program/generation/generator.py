@@ -168,8 +168,6 @@ class Generation(Generic[Value_co]):
     async def __anext__(self) -> Step[Value_co]:
         if self._is_stepping:
             raise ContextBusy("this generation has a step in flight; await it before taking another")
-        if self.finish is not None:
-            raise StopAsyncIteration
         self._is_stepping = True
         try:
             return await self._next_step()
@@ -177,6 +175,8 @@ class Generation(Generic[Value_co]):
             self._is_stepping = False
 
     async def _next_step(self) -> Step[Value_co]:
+        if self.finish is not None:
+            raise StopAsyncIteration
         if self._ahead.is_there:
             job, token = self._ahead.take()
             if job is not None:
@@ -503,7 +503,7 @@ class Generation(Generic[Value_co]):
             return None  # a slow grammar would be asked for a mask at every draft
         draft, drafting = await speculation.draft(self._most_drafts)
         if not self._seen.is_current:  # somebody changed the context meanwhile
-            return await self.__anext__()
+            return await self._next_step()
         if not len(draft):
             return None
         try:
