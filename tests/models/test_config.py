@@ -148,6 +148,7 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_those_supported(nam
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"architectures": [["LlamaForCausalLM"]]}, hw.BadModelFile, "architectures is .* a list with one name"),
         ({"architectures": []}, hw.BadModelFile, r"architectures is \[\]"),
         ({"architectures": ["A", "B"]}, hw.BadModelFile, "one name"),
         ({"hidden_act": "gelu"}, hw.Unsupported, "'gelu'.*silu"),

@@ -23,8 +23,8 @@ FLAT = ("qwen2_vl", "qwen2_5_vl")  # older folders have the text model's keys be
 def outer_family(data: Mapping[str, Any]) -> tuple[Family, str] | None:
     """The family of the text model in a model with images or sound, and what it calls itself; None for other models."""
     names = data.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
-        return None
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return None  # as text_config leaves it, from_hf refuses it
     return next(((family, family.outer[names[0]]) for family in FAMILIES if names[0] in family.outer), None)
 
 
