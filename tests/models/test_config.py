@@ -168,6 +168,16 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_those_supported(nam
         ({"rope_theta": 1.0}, hw.BadModelFile, "theta"),
         ({"rope_scaling": [1]}, hw.BadModelFile, "object"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, hw.Unsupported, "'dynamic'.*default, linear, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 1}},
+            hw.BadModelFile,
+            "original_max_position_embeddings is 1; longrope needs at least 2",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1e308}},
+            hw.BadModelFile,
+            "mscale_all_dim is 1e.308; its size must be at most",
+        ),
         ({"rope_scaling": {"rope_type": "longrope"}}, hw.BadModelFile, "short_factor is None"),
         ({"rope_scaling": {"type": "linear"}}, hw.BadModelFile, "'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, hw.BadModelFile, "factor is 0"),

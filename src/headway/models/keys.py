@@ -92,7 +92,10 @@ class Keys:
         return float(value)
 
     def optional(self, key: str) -> float | None:
-        return None if self.get(key) is None else self.float(key)
+        value = None if self.get(key) is None else self.float(key)
+        if value is not None and abs(value) > LARGEST:
+            raise BadModelFile(f"{self.source}: {self.name(key)} is {value}; its size must be at most {LARGEST}")
+        return value
 
     def bool(self, key: str, default: bool) -> bool:
         value = self.get(key)

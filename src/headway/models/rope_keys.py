@@ -106,6 +106,8 @@ def _longrope(keys: Keys, dim: int, theta: float, positions: int) -> Rope:
     """The short factors: `original_positions` is as far as they go."""
     original = _original(keys, positions)
     factor = keys.positive("factor", positions / original)
+    if original == 1 < factor:
+        raise BadModelFile(f"{keys.source}: original_max_position_embeddings is 1; longrope needs at least 2")
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     factors = keys.get("short_factor")
     if not isinstance(factors, list) or not all(type(f) in (int, float) and 0 < f <= LARGEST for f in factors):
