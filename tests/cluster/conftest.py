@@ -15,7 +15,7 @@ from support.replicas import RayCluster
 CLUSTER = """
 import sys
 from headway.cluster.connect import cluster
-with cluster("local", cpus=4, quiet=True) as ray:
+with cluster("local", cpus=6, quiet=True) as ray:
     print("address", ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
 """
@@ -23,7 +23,7 @@ with cluster("local", cpus=4, quiet=True) as ray:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """A cluster with four CPUs."""
+    """A cluster that counts six CPUs, whatever the machine has."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # see ServerProcess
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     head = subprocess.Popen(

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import headway.batch
-from headway.base.errors import ConnectionFailed, InvalidInput
+from headway.base.errors import ConnectionFailed, HeadwayError, InvalidInput
+from headway.cli.flags.shared import EngineOptions
 from headway.cli.main import main
+from headway.cluster.batch import worker_places
 from headway.cluster.connect import cluster
 from headway.cluster.prompts import owner
 from headway.cluster.serve import ReplicaOptions
@@ -93,6 +95,36 @@ def test_several_devices_are_a_placement_group_on_one_node():
     assert made["placement_group_bundles"] == [{"CPU": 4, "GPU": 4}]
     assert made["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 4}
     assert made["placement_group_strategy"] == "STRICT_PACK"
+
+
+def test_a_worker_of_a_job_takes_a_place_for_every_rank():
+    two, four = {"CPU": 8.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 4.0}
+    assert worker_places({}, [two, four]) == ({"num_cpus": 0.5, "num_gpus": 1}, 6)
+    assert worker_places({"tensor_parallel": 2}, [two, four]) == ({"num_cpus": 2, "num_gpus": 2}, 3)
+    assert worker_places({"tensor_parallel": 4}, [two, four]) == ({"num_cpus": 4, "num_gpus": 4}, 1)
+    assert worker_places({"tensor_parallel": 4, "device": "cpu", "threads": 1}, [two, four]) == ({"num_cpus": 4}, 2)
+    assert worker_places({"threads": 8, "tensor_parallel": 2}, [{"CPU": 8.0}]) == ({"num_cpus": 8}, 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"tensor_parallel": 8}, "tensor_parallel is 8, and no node of the cluster has more than 4 GPUs"),
+        ({"threads": 32, "device": "cpu"}, r"takes 32 CPUs .* no node of the cluster has more than 16"),
+        ({"tensor_parallel": "2"}, "tensor_parallel"),
+    ],
+)
+def test_a_worker_that_fits_on_no_node_is_refused_and_not_waited_for(engine: dict[str, object], said: str):
+    with pytest.raises(HeadwayError, match=said):
+        worker_places(engine, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 4.0}])
+
+
+@pytest.mark.parametrize(("threads", "cpus"), [(None, 1), (4, 2), (1, 1)])
+def test_ranks_of_a_replica_share_its_threads(threads: int | None, cpus: float):
+    from headway.cli.serve.command import _resources
+
+    options = EngineOptions(device="cpu", threads=threads, tensor_parallel=2)
+    assert _resources(options) == {"cpus": cpus, "gpus": 0.0, "devices": 2}
 
 
 @pytest.mark.parametrize(

@@ -160,11 +160,12 @@ def jobs(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> P
     drawn = write_rows(folder / "drawn.jsonl", *prompts[:6])
     poison, twice = {"id": "bad", "prompt": "POISON"}, {"id": "key0", "prompt": "twice"}
     odd = '{"id": "odd", "prompt": "The", "more": [NaN, 1e999]}'
-    deadly = write_rows(folder / "deadly.jsonl", *prompts, "not JSON", poison, twice, odd)
+    place = {"id": "place", "prompt": "PLACE"}
+    deadly = write_rows(folder / "deadly.jsonl", *prompts, "not JSON", poison, twice, odd, place)
     jobs = [
         {"input": str(drawn), "output": str(folder / "drawn"), "workers": 1, "concurrency": 8, **DRAWN},
         {"input": str(deadly), "output": str(folder / "deadly"), "workers": 1, "concurrency": 16, "key": "id",
-         "stage": "deadly"},
+         "stage": "deadly", "tensor_parallel": 2},
     ]  # fmt: skip
     script = Path(__file__).parents[1] / "support/ray_jobs.py"
     command = [sys.executable, str(script), ray_cluster.address, json.dumps(jobs)]
@@ -184,6 +185,7 @@ def test_a_poison_row_fails_alone(jobs: Path):
     assert {line: entry["result"]["text"] for line, entry in results.items()} == {
         **{i + 1: f"The number {i} is"[::-1] for i in range(12)},
         16: "ehT",
+        17: "2",  # its workers have a CPU for each rank
     }
     assert {line: (entry.get("key"), entry["error"]) for line, entry in errors.items()} == {
         13: (None, "not valid JSON: Expecting value: line 1 column 1 (char 0)"),

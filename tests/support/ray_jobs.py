@@ -1,7 +1,8 @@
 """Batch jobs on a Ray cluster, in a process of their own: `python tests/support/ray_jobs.py ADDRESS JOBS`.
 
 JOBS is a JSON list of arguments for `headway.batch.run`. With `"stage": "deadly"`, workers have no engine: they give
-each prompt back, backwards, after `"seconds"`, and die of the prompt POISON.
+each prompt back, backwards, after `"seconds"`, die of the prompt POISON, and answer PLACE with the CPUs that Ray gave
+them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import time
 from concurrent.futures import Future
 from typing import Any
+
+import ray
 
 import headway.batch
 import headway.cluster.batch
@@ -24,6 +27,8 @@ def backwards(request: RowRequest, seconds: float) -> Future[RowResponse]:
     prompt = request.body["prompt"]
     if prompt == "POISON":
         os._exit(9)
+    if prompt == "PLACE":
+        prompt = f"{ray.get_runtime_context().get_assigned_resources()['CPU']:g}"
     time.sleep(seconds)
     choice = {"text": prompt[::-1], "finish_reason": "stop"}
     future: Future[RowResponse] = Future()

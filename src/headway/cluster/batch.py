@@ -18,7 +18,7 @@ import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 from headway.base.checks import check_integer
 from headway.base.dataclass import dataclass
 from headway.base.errors import Closed, HeadwayError, InvalidInput
+from headway.base.system.device import MAX_RANKS
 from headway.base.version import VERSION
 from headway.cluster.connect import cluster
 from headway.cluster.stage import outcome
@@ -276,13 +277,9 @@ def ray_worker(name: str, work: RowWork, address: str, *, workers: int | None, d
     if workers is not None:
         check_integer(workers, "workers", 1, 100_000)
     with cluster(address, quiet=True) as ray:
-        gpus = int(ray.cluster_resources().get("GPU", 0)) if work.engine.get("device", "auto") != "cpu" else 0
-        nodes = sum(1 for node in ray.nodes() if node["Alive"])
-        resources: dict[str, Any] = (
-            {"num_cpus": 0.5, "num_gpus": 1} if gpus else {"num_cpus": float(work.engine.get("threads") or 1)}
-        )
+        resources, places = worker_places(work.engine, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         size = max(1, min(MAX_CHUNK, work.concurrency // CHUNKS or 1))
-        count = workers or gpus or nodes
+        count = workers or places
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
@@ -296,6 +293,34 @@ def ray_worker(name: str, work: RowWork, address: str, *, workers: int | None, d
         finally:
             with suppress(Exception):  # the cluster may be gone
                 ray.kill(source)
+
+
+def worker_places(engine: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], int]:
+    """What one worker takes of its node, all ranks of its engine together, and for how many workers there is a place.
+
+    On CPUs that is one worker on each node: engines that share a node's memory bandwidth gain nothing.
+    """
+    ranks = check_integer(engine.get("tensor_parallel") or 1, "tensor_parallel", 1, MAX_RANKS)
+    gpus = [int(node.get("GPU", 0)) for node in nodes]
+    if any(gpus) and engine.get("device", "auto") != "cpu":
+        places = sum(count // ranks for count in gpus)
+        taken: dict[str, Any] = {"num_cpus": 0.5 if ranks == 1 else ranks, "num_gpus": ranks}
+        cpus = taken["num_cpus"]
+        if not places:
+            raise InvalidInput(
+                f"tensor_parallel is {ranks}, and no node of the cluster has more than {max(gpus)} GPUs; use at most "
+                "so many ranks"
+            )
+    else:
+        cpus, places = max(int(engine.get("threads") or 1), ranks), len(nodes)
+        taken = {"num_cpus": cpus}
+    most = max((node.get("CPU", 0) for node in nodes), default=0)
+    if cpus > most:
+        raise InvalidInput(
+            f"a worker takes {cpus} CPUs of its node (threads {engine.get('threads') or 1}, tensor_parallel {ranks}), "
+            f"and no node of the cluster has more than {most:g}; use fewer"
+        )
+    return taken, places
 
 
 def _sentence(error: Exception) -> str:

@@ -243,7 +243,8 @@ def _resources(options: EngineOptions) -> dict[str, Any]:
     """What one replica takes of its node, for Ray to place it."""
     if options.device.startswith("cuda"):
         return {"cpus": 1.0, "gpus": 1.0, "devices": options.tensor_parallel}
-    return {"cpus": float(options.threads or 1), "gpus": 0.0, "devices": options.tensor_parallel}
+    ranks = options.tensor_parallel  # which share the engine's threads
+    return {"cpus": float(max(1, (options.threads or 1) // ranks)), "gpus": 0.0, "devices": ranks}
 
 
 def _pools(models: dict[str, str | None], device: str) -> PoolingModels:
