@@ -19,6 +19,7 @@ from headway.server.lab.page import STATIC
 from headway.testing import random_model
 from support.javascript import FOLDER, V, program
 from support.live import live
+from support.small import small_engine
 
 COMPILED = STATIC / "client"
 
@@ -59,6 +60,25 @@ def test_a_program_in_node_gives_what_it_gives_in_python(tmp_path: Path) -> None
             HEADWAY_MODEL="random",
         )
         server.until(server.is_quiet)
+
+
+VOCABULARY = """
+import { connect } from "./client/index.js";
+const engine = await connect(process.env.HEADWAY_URL);
+const names = await engine.tokenizer.vocabulary();
+console.log(JSON.stringify([names, (await engine.tokenizer.vocabulary()) === names]));
+engine.close();
+"""
+
+
+def test_the_vocabulary_in_node_is_the_one_in_python(tmp_path: Path) -> None:
+    shutil.copytree(COMPILED, tmp_path / "client")
+    (tmp_path / "client" / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "vocabulary.mjs").write_text(VOCABULARY)
+    with live(small_engine(tmp_path / "model")) as server:
+        names, is_kept = json.loads(run_node(str(tmp_path / "vocabulary.mjs"), HEADWAY_URL=server.url))
+        assert names == server.engine.tokenizer.vocabulary()
+        assert is_kept
 
 
 # --- the package

@@ -74,6 +74,15 @@ async def program(engine: hw.Engine) -> dict[str, Any]:
 
         with ctx.fork() as fork:
             found["liked"] = await fork.generate(hw.TopP(0.9, seed=1), max_tokens=6, logits=liked).tokens()
+        dry = hw.Sampling(
+            seed=6, dry_multiplier=2, dry_allowed_length=1, dry_penalty_last_n=40, dry_sequence_breakers=(),
+            mirostat=2, mirostat_tau=3,
+        )  # fmt: skip
+        with ctx.fork() as fork:
+            found["ruledBy"] = await fork.generate(dry, max_tokens=12).tokens()
+        with ctx.fork() as fork:
+            xtc = fork.generate(do_sample=True, xtc_probability=0.5, xtc_threshold=0.01, min_p=0.001, max_tokens=12)
+            found["excluded"] = await xtc.tokens()
         found["opened"], found["deleted"] = len(ctx.tokens), [True, None]
         with pytest.raises(hw.InvalidInput) as refused:
             ctx.truncate(1_000_000)

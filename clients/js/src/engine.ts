@@ -174,12 +174,19 @@ const gone = (): HeadwayError => new HeadwayError("the program has let go of thi
 
 /** The model's tokenizer, on the server. */
 export class Tokenizer {
+  private names: Promise<(string | null)[]> | null = null;
+
   /** @internal */
   constructor(
     private readonly connection: Connection,
     readonly vocabSize: number,
     readonly bosId: number | null,
   ) {}
+
+  /** The name of every token, by id; null where an id has no token. */
+  vocabulary(): Promise<(string | null)[]> {
+    return (this.names ??= this.connection.request("engine.vocabulary"));
+  }
 
   /** The ids of a text; names of special tokens in it are plain text unless `special`. */
   encode(text: string, { special = false }: { special?: boolean } = {}): Promise<number[]> {

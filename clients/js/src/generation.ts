@@ -104,6 +104,16 @@ export interface GenerateOptions {
   epsilonCutoff?: number;
   etaCutoff?: number;
   repetitionPenalty?: number;
+  dryMultiplier?: number;
+  dryBase?: number;
+  dryAllowedLength?: number;
+  dryPenaltyLastN?: number;
+  drySequenceBreakers?: string[];
+  xtcProbability?: number;
+  xtcThreshold?: number;
+  mirostat?: number;
+  mirostatTau?: number;
+  mirostatEta?: number;
   noRepeatNgramSize?: number;
   badWordsIds?: number[][];
   sequenceBias?: [number[], number][];

@@ -25,6 +25,19 @@ export interface SamplingOptions extends DrawOptions {
   logitBias?: Record<number, number> | Float64Array;
   epsilonCutoff?: number;
   etaCutoff?: number;
+  /** A token that would continue a repeated sequence loses this much (DRY); 0 turns it off. */
+  dryMultiplier?: number;
+  dryBase?: number;
+  dryAllowedLength?: number;
+  dryPenaltyLastN?: number;
+  drySequenceBreakers?: string[];
+  /** How often all top choices but the last are excluded (XTC); 0 turns it off. */
+  xtcProbability?: number;
+  xtcThreshold?: number;
+  /** Keep the surprise of the text near `mirostatTau`, by version 1 or 2; 0 turns it off. */
+  mirostat?: number;
+  mirostatTau?: number;
+  mirostatEta?: number;
 }
 
 const draw = (kind: string, fields: object, { temperature = 1, seed = null }: DrawOptions = {}): Sampler =>

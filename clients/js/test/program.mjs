@@ -53,6 +53,10 @@ export async function program(hw, engine) {
   found.even = await (await ctx.fork()).generate(hw.Multinomial({ seed: 4 }), { maxTokens: 9, constrain: new Even(engine.vocabSize) }).tokens();
   const liked = (row) => void (row[17] += 3);
   found.liked = await (await ctx.fork()).generate(hw.TopP(0.9, { seed: 1 }), { maxTokens: 6, logits: liked }).tokens();
+  const rules = { dryMultiplier: 2, dryAllowedLength: 1, dryPenaltyLastN: 40, drySequenceBreakers: [], mirostat: 2, mirostatTau: 3 };
+  found.ruledBy = await (await ctx.fork()).generate(hw.Sampling({ seed: 6, ...rules }), { maxTokens: 12 }).tokens();
+  const excluded = { doSample: true, xtcProbability: 0.5, xtcThreshold: 0.01, minP: 0.001 };
+  found.excluded = await (await ctx.fork()).generate(null, { maxTokens: 12, ...excluded }).tokens();
   await ctx.save("from-js");
   const opened = await engine.open("from-js");
   found.opened = (await opened.tokens()).length;

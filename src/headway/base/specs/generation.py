@@ -3,7 +3,8 @@
     PARAMETERS["min_p"].check(0.05)
 
 Samplers, `ctx.generate` and generation_config.json check their values with it. Flags, HTTP fields, the Lab's controls
-and pipeline options are declared where they are used; tests/program/test_generation_table.py holds them to this table.
+and pipeline options are declared where they are used; tests/program/test_generation_table.py holds them to this table,
+and tests/clients/test_javascript_types.py the JavaScript client's options.
 """
 
 from __future__ import annotations

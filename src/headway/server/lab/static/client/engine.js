@@ -123,11 +123,16 @@ export class Tokenizer {
     connection;
     vocabSize;
     bosId;
+    names = null;
     /** @internal */
     constructor(connection, vocabSize, bosId) {
         this.connection = connection;
         this.vocabSize = vocabSize;
         this.bosId = bosId;
+    }
+    /** The name of every token, by id; null where an id has no token. */
+    vocabulary() {
+        return (this.names ??= this.connection.request("engine.vocabulary"));
     }
     /** The ids of a text; names of special tokens in it are plain text unless `special`. */
     encode(text, { special = false } = {}) {
