@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
 from headway.server.anthropic.response_schema import Message, MessageError
-
-anthropic = pytest.importorskip("anthropic")
 
 TOOL: dict[str, Any] = {
     "name": "weather",

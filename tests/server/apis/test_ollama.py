@@ -6,11 +6,10 @@ import json
 import re
 from typing import Any
 
+import ollama
 import pytest
 
 from headway.server.ollama.response_schema import OllamaChat, OllamaError, OllamaShown, OllamaText
-
-ollama = pytest.importorskip("ollama")
 
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -39,21 +39,26 @@ def ctc_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(tmp_path_factory.mktemp("models") / "small-ctc", parts)
 
 
-def speaking(folder: str, tmp_path_factory: pytest.TempPathFactory, **settings: Any) -> Any:
+def speaking(pools: PoolingModels, tmp_path_factory: pytest.TempPathFactory, **settings: Any) -> Any:
     """A server with this speech model."""
-    engine = small_engine(tmp_path_factory.mktemp("small") / "model")
-    return live(engine, PoolingModels({"audio": folder}, device="cpu"), **settings)
+    return live(small_engine(tmp_path_factory.mktemp("small") / "model"), pools, **settings)
 
 
 @pytest.fixture(scope="session")
-def hearing(whisper_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def whispers(whisper_folder: str) -> PoolingModels:
+    """The models of `hearing`, which opens and closes them."""
+    return PoolingModels({"audio": whisper_folder}, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def hearing(whispers: PoolingModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with speaking(
-        whisper_folder, tmp_path_factory, max_audio_seconds=60.0, max_audio_bytes=32 << 20, audio_timeout=60.0
+        whispers, tmp_path_factory, max_audio_seconds=60.0, max_audio_bytes=32 << 20, audio_timeout=60.0
     ) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def hearing_ctc(ctc_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with speaking(ctc_folder, tmp_path_factory) as server:
+    with speaking(PoolingModels({"audio": ctc_folder}, device="cpu"), tmp_path_factory) as server:
         yield server

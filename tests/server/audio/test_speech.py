@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import soundfile
 
 import headway as hw
 from support.live import Live
@@ -102,7 +103,6 @@ def test_a_prompt_and_a_temperature_reach_the_model(client: openai.OpenAI) -> No
 
 
 def test_other_files_than_wav_are_read(client: openai.OpenAI) -> None:
-    soundfile = pytest.importorskip("soundfile")
     for format in ("FLAC", "OGG", "MP3"):
         file = io.BytesIO()
         soundfile.write(file, np.stack([SHORT, SHORT], 1), RATE, format=format)

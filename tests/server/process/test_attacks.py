@@ -188,6 +188,27 @@ def test_a_body_in_chunks_is_refused_when_it_gets_large(server: Server) -> None:
         assert parse(read_all(connection)).status == 413
 
 
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/messages", "/api/chat", "/completion"])
+def test_a_body_that_gets_large_is_refused_before_its_end(server: Server, path: str) -> None:
+    """While it is read, in the words of the API: the end of this body never comes."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+    with server.connect() as connection:
+        connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=line\r\n\r\n".encode())
+        for _ in range(26):
+            connection.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+        reply = parse(read_all(connection))
+    assert reply.status == 413
+    error = json.loads(reply.body)["error"]
+    match path:
+        case "/v1/messages":
+            assert error["type"] == "request_too_large"
+        case "/api/chat":
+            assert isinstance(error, str)
+        case _:
+            assert (error["type"], error["code"]) == ("invalid_request_error", "body_too_large")
+    assert "larger than 100000 bytes; send less" in reply.body.decode()
+
+
 def test_a_body_byte_by_byte_is_given_up(server: Server) -> None:
     with server.connect() as connection:
         connection.sendall(b"POST /tokens HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n")

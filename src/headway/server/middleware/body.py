@@ -70,7 +70,12 @@ class BodyReader:
     def _check(self, size: int) -> None:
         limit = self._settings.max_body_bytes
         if size > limit:
-            raise ApiError(413, f"the request body is larger than {limit} bytes", code="body_too_large")
+            raise ApiError(
+                413,
+                f"the request body is larger than {limit} bytes; send less, or have the server's operator raise "
+                "--limit max_body_bytes",
+                code="body_too_large",
+            )
 
 
 def _content_length(scope: Scope) -> int:
