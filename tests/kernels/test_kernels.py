@@ -94,6 +94,10 @@ ROPES = {
         Rope(16, 5000.0, "llama3", factor=8.0, original_positions=64),
         {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     ),
+    "llama3 without a band": (  # as Llama 4 Scout is published
+        Rope(16, 5000.0, "llama3", factor=16.0, original_positions=64, high_freq_factor=1.0),
+        {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 64},
+    ),
     "yarn": (
         Rope(16, 1000.0, "yarn", factor=8.0, original_positions=128),
         {"factor": 8.0, "original_max_position_embeddings": 128},
@@ -101,10 +105,10 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_frequencies_are_those_of_transformers(kind: str) -> None:
-    rope, keys = ROPES[kind]
-    parameters = {"rope_type": kind, "rope_theta": rope.theta, **keys}
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_those_of_transformers(name: str) -> None:
+    rope, keys = ROPES[name]
+    parameters = {"rope_type": rope.kind, "rope_theta": rope.theta, **keys}
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=1024, rope_parameters=parameters
     )

@@ -186,6 +186,11 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_those_supported(nam
             hw.BadModelFile,
             "original_max_position_embeddings is 0",
         ),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+            hw.BadModelFile,
+            "low_freq_factor 4.0 must not be above high_freq_factor 1.0",
+        ),
         ({"partial_rotary_factor": 1.5}, hw.BadModelFile, "partial_rotary_factor is 1.5"),
         ({"partial_rotary_factor": 0.2}, hw.BadModelFile, "3 rotated dimensions"),
     ],

@@ -307,7 +307,7 @@ LATENT_AND_CHUNKED: dict[str, dict[str, dict[str, Any]]] = {
                 "rope_theta": 5000.0,
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
                 "original_max_position_embeddings": 64,
             },
         },

@@ -68,8 +68,8 @@ def _rope(keys: Keys, kind: str, dim: int, theta: float, positions: int) -> Rope
             return Rope(dim, theta, "linear", factor=keys.positive("factor"))
         case "llama3":
             low, high = keys.positive("low_freq_factor"), keys.positive("high_freq_factor")
-            if low >= high:
-                raise BadModelFile(f"{keys.source}: low_freq_factor {low} must be below high_freq_factor {high}")
+            if low > high:
+                raise BadModelFile(f"{keys.source}: low_freq_factor {low} must not be above high_freq_factor {high}")
             return Rope(
                 dim,
                 theta,

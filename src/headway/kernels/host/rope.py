@@ -93,6 +93,8 @@ def _llama3(plain: np.ndarray, rope: Rope) -> np.ndarray:
     high = rope.original_positions / rope.high_freq_factor
     factor = np.float32(rope.factor)
     slow = np.where(wavelength > low, plain / factor, plain)
+    if low == high:  # nothing is between (Llama 4 Scout)
+        return slow.astype(np.float32)
     smooth = (np.float32(rope.original_positions) / wavelength - np.float32(rope.low_freq_factor)) / np.float32(
         rope.high_freq_factor - rope.low_freq_factor
     )
