@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import psutil
 import pytest
 
 import headway.batch
-from headway.cluster.batch import AHEAD, ChunkStage, RayWorker, RowSource, ray_worker
+import support.ray_jobs
+from headway.cluster.batch import AHEAD, RayWorker, RowSource
 from headway.cluster.stage import HeadwayStage
-from headway.jobs.job import RowWork, key_reader
-from headway.jobs.records import Record, records
-from headway.jobs.requests import unique
+from headway.jobs.job import RowWork
+from headway.jobs.journal import Journal
+from headway.jobs.records import Record
 from headway.jobs.run import RowResult
+from support.ray_jobs import DeadlyStage
 
 OPTIONS = {"max_tokens": 4}
 ENGINE = {"threads": 1, "pages": 512}
@@ -99,7 +101,7 @@ def test_a_killed_worker_and_a_killed_driver_lose_no_row(tmp_path: Path):
     assert (out / "results.jsonl").read_text() == alone.results.read_text()
 
 
-class CountingStage(ChunkStage):
+class CountingStage(DeadlyStage):
     """Leaves a file for each chunk that it has computed."""
 
     def __call__(self, batch: Any) -> Any:
@@ -114,40 +116,59 @@ class CountingWorker(RayWorker):
     def results(self, todo: Iterable[Record]) -> Generator[RowResult, None, None]:
         import ray.cloudpickle
 
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
+        for module in (sys.modules[__name__], support.ray_jobs):
+            ray.cloudpickle.register_pickle_by_value(module)  # workers cannot import tests
         yield from super().results(todo)
+
+
+class SlowJournal(Journal):
+    """Waits after its fourth row until the workers have nothing more to do; notes what every process has by then, and
+    before its last rows."""
+
+    folder: Path
+    ahead = 0
+    sizes: list[dict[str, int]]
+
+    def add(self, record: Record, result: Any, item: Any = None, key: str | None = None) -> None:
+        super().add(record, result, item, key)
+        if self.count == 4:
+            before = -1
+            while self.ahead != before or self.ahead == 0:
+                time.sleep(2)
+                before, type(self).ahead = self.ahead, len(list(self.folder.iterdir()))
+        if self.count in (4, LARGE_ROWS - 50):
+            gc.collect()
+            self.sizes.append(own_bytes())
+
+
+def own_bytes() -> dict[str, int]:
+    """The memory of this process and of the source's, without what they share with others."""
+    me = psutil.Process()
+    (source,) = [one for one in me.children(recursive=True) if "RowSource" in "".join(one.cmdline())]
+    return {name: one.memory_full_info().uss for name, one in (("driver", me), ("source", source))}
+
+
+LARGE_ROWS, LARGE = 3000, 64 << 10  # rows, and bytes in each: 188 MiB, and as much in results
 
 
 @pytest.mark.slow
 def test_a_slow_reader_holds_the_workers_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Chunks are computed a bounded number ahead of what has been read, and the reader does not grow."""
+    """Chunks are computed a bounded number ahead of what is written, and nobody keeps the rows of a whole job."""
     monkeypatch.setattr("headway.cluster.batch.RayWorker", CountingWorker)
+    monkeypatch.setattr("headway.jobs.folder.Journal", SlowJournal)
     monkeypatch.setenv("COUNTED", str(tmp_path / "counted"))
-    (tmp_path / "counted").mkdir()
-    source = rows(tmp_path / "rows.jsonl", 4000)
-    work = RowWork("score", key="id", concurrency=8, engine=ENGINE)
-    key_of, what = key_reader(work)
-
-    def settled() -> int:
-        """Chunks that have been computed when no more come."""
-        before, count = -1, 0
-        while count != before or count == 0:
-            time.sleep(5)
-            before, count = count, len(list((tmp_path / "counted").iterdir()))
-        return count
-
-    with ray_worker(str(source), work, "local", workers=1, done=0) as worker:
-        todo = unique(records(str(source)), key_of, what)
-        with closing(worker.results(todo)) as results:
-            first = [next(results) for _ in range(4)]
-            assert [row.record.line for row in first] == [1, 2, 3, 4]
-            ahead = settled()
-            size = psutil.Process().memory_info().rss
-            rest = sum(1 for _ in results)
-            grown = psutil.Process().memory_info().rss - size
-    assert rest == 3996
-    assert ahead <= AHEAD + 2  # one is being read, and one that was let through has just been computed
-    assert grown < 64 << 20
+    SlowJournal.folder, SlowJournal.ahead, SlowJournal.sizes = tmp_path / "counted", 0, []
+    SlowJournal.folder.mkdir()
+    source = tmp_path / "rows.jsonl"
+    with source.open("w") as file:
+        for i in range(LARGE_ROWS):
+            file.write(json.dumps({"id": f"key{i}", "prompt": f"{i:5} " * (LARGE // 6)}) + "\n")
+    done = headway.batch.run(source, tmp_path / "out", key="id", concurrency=8, ray="local", workers=1, task="generate")
+    assert (done.rows, done.failed) == (LARGE_ROWS, 0)
+    assert 0 < SlowJournal.ahead <= AHEAD + 2  # one is being read, and one that was let through is just computed
+    early, late = SlowJournal.sizes
+    grown = {name: (late[name] - early[name]) >> 20 for name in late}
+    assert max(grown.values()) < 64, grown
 
 
 @pytest.mark.slow
