@@ -370,6 +370,7 @@ PER_LAYER: dict[str, dict[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 1,
             "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
             "laurel_rank": 64,
+            "query_pre_attn_scalar": 256,
         },
         "gemma3n-second-stream": {
             **LAYERS,

@@ -31,6 +31,7 @@ UNUSED = r"(model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)|blk\.\d
 
 
 def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
+    keys.get("query_pre_attn_scalar")  # published, and without meaning: scores are not scaled
     layers = config.layers
     windows = alternating(keys, layers, every=5, default=512)
     local = local_rope(keys, config.head_dim, config.max_positions, keys.float("rope_local_base_freq", LOCAL))
