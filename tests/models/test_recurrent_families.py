@@ -12,12 +12,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import headway as hw
 from headway.kv.states import pages_between
+from headway.models.config import from_hf
 from headway.models.description import GatedDelta
 from headway.models.files.weights import SafetensorsWeights
 from headway.program.generation.speculation.drafter import Draft
@@ -290,6 +293,34 @@ def test_quantized_weights_give_the_logits_of_transformers_with_rounded_numbers(
     for logits in found:  # a number between two of 8 bits may fall to either side, and change what comes after it
         assert_close(logits[:8], expected[:8])
         assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.99
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_ff_dim": 100},
+        {"block_ff_dim": 100, "intermediate_size": 61, "tie_embedding": False},
+        {
+            "intermediate_size": 61,
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 7,
+            "tie_word_embeddings": False,
+        },
+        {"block_ff_dim": 100, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "tie_embedding": True},
+        {"block_ff_dim": 99, "block_ffn_dim_multiplier": 0.7, "block_multiple_of": 1},
+        {},
+    ],
+)
+def test_the_feed_forward_of_lfm2_is_as_wide_as_its_rules_say(changes: dict[str, Any]) -> None:
+    """Published configs have its width in `block_ff_dim` alone, and tie the output by `tie_embedding`."""
+    config, _ = family_model("lfm2")
+    rules = ("block_", "tie_", "intermediate_size")
+    config = {key: value for key, value in config.items() if not key.startswith(rules)} | changes
+    with torch.device("meta"):
+        theirs = Lfm2ForCausalLM(Lfm2Config.from_dict(dict(config)))
+    ours = from_hf(config)
+    assert ours.parameters == sum(p.numel() for p in theirs.parameters())
+    assert ours.tied == theirs.config.tie_word_embeddings
 
 
 class Tree:

@@ -22,6 +22,7 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
         layers = tuple(layer not in attention for layer in range(config.layers))
     return replace(
         config,
+        tied=keys.bool("tie_embedding", config.tied),
         intermediate_size=feed_forward_size(keys, config.intermediate_size),
         description=_description(layers, keys.size("conv_L_cache", 3), keys.bool("conv_bias", False)),
     )
@@ -69,6 +70,7 @@ FAMILY = Family(
     kv_heads=8,
     eps=1e-5,
     tied=True,
+    defaults={"intermediate_size": 12_288},  # published configs have block_ff_dim
     keys={"rms_norm_eps": "norm_eps"},
     describe=describe,
     describe_gguf=describe_gguf,
