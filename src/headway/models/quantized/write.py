@@ -39,6 +39,8 @@ FOLDER = ("int8", "int4", "fp8")
 GROUP = 32
 LINEAR = ("q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down")
 LINEAR += ("shared_gate", "shared_up", "shared_down", "q_down", "q_up", "kv_down")
+# What transformers calls the output, also where it has no tensor of its own, or another name in the files.
+HEADS = ("lm_head",)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".py")  # files not copied
 _LARGEST_COPY = 256 << 20
 
@@ -121,7 +123,7 @@ def _write_folder(source: Path, weights: Weights, to: str, out: Path, progress: 
         config = dict(text_config(read_json(source / "config.json", required=True)))
         left = [n.removesuffix(".weight") for n in plan if n not in chosen and len(weights.shape(n)) == 2]
         config = {key: value for key, value in config.items() if key != "compression_config"}
-        config["quantization_config"] = _quantization_config(to, sorted(left))
+        config["quantization_config"] = _quantization_config(to, sorted({*left, *HEADS}))
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         with (target / SINGLE).open("wb") as file:
             _write_header(file, [tensor for tensors in plan.values() for tensor in tensors])
