@@ -13,7 +13,7 @@ import headway.batch
 from headway.base.errors import ConnectionFailed, HeadwayError, InvalidInput
 from headway.cli.flags.shared import EngineOptions
 from headway.cli.main import main
-from headway.cluster.batch import worker_places
+from headway.cluster.batch import chunk_size, worker_places
 from headway.cluster.connect import cluster
 from headway.cluster.prompts import owner
 from headway.cluster.serve import ReplicaOptions
@@ -117,6 +117,23 @@ def test_a_worker_of_a_job_takes_a_place_for_every_rank():
 def test_a_worker_that_fits_on_no_node_is_refused_and_not_waited_for(engine: dict[str, object], said: str):
     with pytest.raises(HeadwayError, match=said):
         worker_places(engine, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 4.0}])
+
+
+@pytest.mark.parametrize(
+    ("rows", "concurrency", "workers", "size"),
+    [
+        (0, 128, 2, 1),
+        (100_000, 128, 2, 128),  # an engine is full
+        (100_000, 4096, 2, 512),
+        (200, 128, 8, 25),  # every worker has some
+        (3, 128, 8, 1),
+        (10_000_000, 128, 100, 500),
+        (100_000_000, 1, 1, 5000),
+    ],
+)
+def test_chunks_fill_an_engine_and_are_not_too_many(rows: int, concurrency: int, workers: int, size: int):
+    assert chunk_size(rows, concurrency, workers) == size
+    assert -(-rows // size) <= 20_000
 
 
 @pytest.mark.parametrize(("threads", "cpus"), [(None, 1), (4, 2), (1, 1)])

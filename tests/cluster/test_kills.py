@@ -47,7 +47,7 @@ def test_every_row_is_there_once_whoever_is_killed(ray_cluster: RayCluster, tmp_
     draw, kills, deadline = random.Random(seed), {"worker": 0, "source": 0, "driver": 0}, time.monotonic() + 1500
     source, out = tmp_path / "rows.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps({"id": f"key{i}", "prompt": f"prompt {i}"}) + "\n" for i in range(ROWS)))
-    job = {"input": str(source), "output": str(out), "key": "id", "concurrency": 32, "workers": 2, "seconds": 0.1}
+    job = {"input": str(source), "output": str(out), "key": "id", "concurrency": 8, "workers": 2, "seconds": 0.1}
     command = [sys.executable, str(SCRIPT), ray_cluster.address, json.dumps([job | {"stage": "deadly"}])]
     journal, code = out / "results.jsonl.partial", -9
     while code == -9:

@@ -35,8 +35,9 @@ from headway.jobs.records import Record, records
 from headway.jobs.requests import RowFormat, unique
 from headway.jobs.run import RowFailed, RowResult
 
-CHUNKS = 4  # chunks that the rows in flight of one worker are, at least
-MAX_CHUNK = 512  # rows
+MAX_CHUNK = 512  # rows of a chunk, in jobs of at most MAX_CHUNKS
+MAX_CHUNKS = 20_000  # Ray has an object for each chunk from the start, and makes a thousand in a second
+TRIES = 2  # of a chunk as a whole, before its rows are computed one at a time: a worker may have died of something else
 KEPT_CHUNKS = 64  # that the source has in memory
 AHEAD = 16  # chunks for each worker that may be computed and not yet read
 WAIT_SECONDS = 0.1  # until a worker asks again whether the driver has caught up
@@ -75,11 +76,6 @@ class RowSource:
         self._finished: dict[int, dict[int, tuple[str | None, str | None]]] = {}
         self._unread = 0  # the first chunk that the driver has not written
         self._computed: set[int] = set()  # those from there on that have results
-
-    def count(self) -> int:
-        """How many chunks there are."""
-        rows = sum(1 for _ in self._source())
-        return -(-rows // self._size)
 
     def chunk(self, number: int) -> tuple[list[RowText], int]:
         """The rows of a chunk, and how often it was asked for before."""
@@ -175,7 +171,7 @@ class ChunkStage:
         while _get(self._source.must_wait.remote(number)):
             time.sleep(WAIT_SECONDS)
         rows, tries = _get(self._source.chunk.remote(number))
-        if tries == 0:
+        if tries < TRIES:
             results = [outcome(row) for row in self._worker.results(row.record() for row in rows)]
         else:
             results = [self._alone(number, row) for row in rows]
@@ -211,8 +207,9 @@ class RayWorker:
 
     _stage = ChunkStage
 
-    def __init__(self, work: RowWork, source: Any, workers: int, resources: dict[str, Any]) -> None:
-        self._work, self._source, self._workers, self._resources = work, source, workers, resources
+    def __init__(self, work: RowWork, source: Any, chunks: int, workers: int, resources: dict[str, Any]) -> None:
+        self._work, self._source, self._chunks = work, source, chunks
+        self._workers, self._resources = workers, resources
         self._rows: RowFormat | None = rows_of(work)
         self._key_of, _ = key_reader(work)
 
@@ -249,7 +246,7 @@ class RayWorker:
         from ray.data import DataContext
 
         try:
-            count = int(_get(self._source.count.remote()))
+            count = self._chunks
             if count == 0:
                 return
             context = DataContext.get_current()
@@ -278,8 +275,8 @@ def ray_worker(name: str, work: RowWork, address: str, *, workers: int | None, d
         check_integer(workers, "workers", 1, 100_000)
     with cluster(address, quiet=True) as ray:
         resources, places = worker_places(work.engine, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        size = max(1, min(MAX_CHUNK, work.concurrency // CHUNKS or 1))
-        count = workers or places
+        count, rows = workers or places, sum(1 for _ in islice(records(name), done, None))
+        size = chunk_size(rows, work.concurrency, count)
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
@@ -289,10 +286,17 @@ def ray_worker(name: str, work: RowWork, address: str, *, workers: int | None, d
             .remote(name, work, done, size, AHEAD * count)
         )
         try:
-            yield RayWorker(work, source, count, resources)
+            yield RayWorker(work, source, -(-rows // size), count, resources)
         finally:
             with suppress(Exception):  # the cluster may be gone
                 ray.kill(source)
+
+
+def chunk_size(rows: int, concurrency: int, workers: int) -> int:
+    """The rows of each chunk: as many as a worker has in flight, so that its engine is full; fewer where some worker
+    would have no chunk, more where there would be too many chunks.
+    """
+    return max(1, min(MAX_CHUNK, concurrency, -(-rows // workers)), -(-rows // MAX_CHUNKS))
 
 
 def worker_places(engine: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], int]:
