@@ -20,6 +20,8 @@ import pytest
 import headway as hw
 import headway.batch
 from headway.base.specs.samplers import Argmax
+from headway.cluster.prompts import owner
+from support.plain_client import PlainSession, WebSocketFrames
 from support.replicas import PATIENCE, RayCluster, ServerProcess, users
 
 TEXT = "Once there was a lighthouse keeper who counted the ships that passed every night and wrote their names down. "
@@ -100,6 +102,26 @@ def test_a_session_of_a_program_stays_on_its_replica(server: ServerProcess):
         assert engine.run(program)
     finally:
         engine.close()
+
+
+def test_a_session_that_was_cut_comes_back_to_its_replica(server: ServerProcess):
+    """Several at once, so that both replicas have some: a guess would be wrong for half of them, again and again."""
+    host, port = server.url.removeprefix("http://").split(":")
+    sessions = [PlainSession(lambda: WebSocketFrames(host, int(port))) for _ in range(4)]
+    owners = [owner(session.welcome["session"]) for session in sessions]
+    assert set(owners) == {one["replica"] for one in server.replicas()}
+    ctx, context = 1, {"seed": None, "priority": 0, "salt": "", "token_budget": None, "deadline": None}
+    for session in sessions:
+        session.ask("context.new", context=ctx, **context)
+        session.ask("context.fill", context=ctx, text=[1, 2, 3], special=False)
+    for round in range(3):
+        for session in sessions:
+            fill = session.request("context.fill", context=ctx, text=[4], special=False)  # unanswered, when it is cut
+            session.come_back()
+            session.value(fill)
+            assert session.ask("context.tokens", context=ctx) == [1, 2, 3, *[4] * (round + 1)]
+    for session in sessions:
+        assert session.bye() == "bye"
 
 
 def test_metrics_say_which_replica_they_are_of(server: ServerProcess):
