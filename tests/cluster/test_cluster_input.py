@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from headway.cli.main import main
 from headway.cluster.batch import chunk_size, worker_places
 from headway.cluster.connect import cluster
 from headway.cluster.prompts import owner
+from headway.cluster.replica import key_file
 from headway.cluster.serve import ReplicaOptions
+from headway.server.keys import ApiKeys, add_key
 
 
 def closed_port() -> int:
@@ -142,6 +145,19 @@ def test_ranks_of_a_replica_share_its_threads(threads: int | None, cpus: float):
 
     options = EngineOptions(device="cpu", threads=threads, tensor_parallel=2)
     assert _resources(options) == {"cpus": cpus, "gpus": 0.0, "devices": 2}
+
+
+def test_the_keys_of_a_replica_are_in_a_file_only_while_they_are_read(tmp_path: Path):
+    secret = add_key(tmp_path / "keys.json", "ann")
+    with key_file((tmp_path / "keys.json").read_text()) as path:
+        assert path is not None
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        tenant = ApiKeys.read(path).find(secret)
+    assert tenant is not None
+    assert tenant.name == "ann"
+    assert not path.exists()
+    with key_file(None) as none:
+        assert none is None
 
 
 @pytest.mark.parametrize(

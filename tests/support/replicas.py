@@ -42,7 +42,7 @@ class ServerProcess:
                 stderr=log,
                 env=env,
             )
-        self.url = ""
+        self.url, self.key = "", ""
 
     def wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -63,7 +63,8 @@ class ServerProcess:
 
     def call(self, path: str, body: Any = None) -> tuple[int, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                 status, raw = response.status, response.read()

@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,14 +83,15 @@ class Replica:
                 "version on every node"
             )
         logs.set_up(as_json=plan.settings.log_json)
-        settings = self._settings(plan)
-        app = create_app(
-            settings,
-            plan.open_engine,
-            routers=plan.routers(),
-            pooling_models=plan.open_pooling(),
-            open_drafter=plan.open_drafter,
-        )
+        with key_file(plan.keys) as keys:
+            settings = self._settings(plan, keys)
+            app = create_app(
+                settings,
+                plan.open_engine,
+                routers=plan.routers(),
+                pooling_models=plan.open_pooling(),
+                open_drafter=plan.open_drafter,
+            )
         self._serving: Serving = app.state.serving
         listener = socket.create_server((self._host, 0), backlog=socket.SOMAXCONN)
         self._url = f"http://{self._host}:{listener.getsockname()[1]}"
@@ -108,19 +110,13 @@ class Replica:
             raise failure if isinstance(failure, HeadwayError) else Closed(f"the replica could not start: {failure!r}")
         self._page_size = self._serving.engine.page_size
 
-    def _settings(self, plan: ReplicaPlan) -> ServerSettings:
-        key_file = None
-        if plan.keys is not None:
-            handle, name = tempfile.mkstemp(prefix="headway-keys-")  # mode 0600
-            with os.fdopen(handle, "w") as file:
-                file.write(plan.keys)
-            key_file = Path(name)
+    def _settings(self, plan: ReplicaPlan, keys: Path | None) -> ServerSettings:
         return replace(
             plan.settings,
             host=self._host,
             port=0,
             allowed_hosts=("*",),  # the front has checked the Host
-            key_file=key_file,
+            key_file=keys,
             unix_socket=None,
             ssl_certfile=None,
             ssl_keyfile=None,
@@ -192,6 +188,18 @@ class Replica:
     async def metrics(self) -> tuple[str, bytes]:
         """Its name and its Prometheus metrics."""
         return self._name, self._serving.metrics.text()
+
+
+@contextmanager
+def key_file(keys: str | None) -> Iterator[Path | None]:
+    """A file of API keys that only this user can read, for as long as the server reads it."""
+    if keys is None:
+        yield None
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="headway-keys-") as file:  # mode 0600
+        file.write(keys)
+        file.flush()
+        yield Path(file.name)
 
 
 class FrontOnly:
