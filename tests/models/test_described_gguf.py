@@ -32,7 +32,7 @@ SLOW = (
     ),
     "phi",
     *("stablelm", "stablelm-parallel-normed", "gpt2", "gpt-neox", "gpt-neox-serial", "falcon", "falcon-new"),
-    *("falcon-new-one-norm", "starcoder2", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
+    *("falcon-new-one-norm", "starcoder2", "glm", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
 )
 
 

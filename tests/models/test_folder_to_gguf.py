@@ -52,6 +52,21 @@ def test_a_file_has_the_tensors_and_keys_of_the_converter(name: str, tmp_path: P
         assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
 
 
+def test_a_file_of_glm_may_have_queries_keys_and_values_in_one_matrix(tmp_path: Path) -> None:
+    """As most published ones; those of today's converter have them apart, which `write_family` does."""
+    _, model = family_model("glm", seed=3)
+    folder, tokens = save_hf(tmp_path, model), random_tokens(97, 24)
+    quantize_model(folder, "F32", tmp_path / "out.gguf")
+    for path, matrix in (
+        (tmp_path / "out.gguf", "blk.0.attn_qkv.weight"),
+        (write_family(tmp_path / "apart.gguf", folder, model), "blk.0.attn_q.weight"),
+    ):
+        with open_weights(path) as weights:
+            assert matrix in weights.names()
+        with hw.Engine(path, pages=8, threads=1) as engine:
+            assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
+
+
 # Relative errors (root mean square) of matrices in a file.
 ERRORS = {"F32": 0.0, "BF16": 0.002, "Q8_0": 0.006, "Q6_K": 0.02, "Q4_K_M": 0.08}
 

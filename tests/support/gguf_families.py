@@ -34,6 +34,7 @@ ARCHS = {
     "gpt_neox": A.GPTNEOX,
     "falcon": A.FALCON,
     "starcoder2": A.STARCODER2,
+    "glm": A.CHATGLM,
     "glm4": A.GLM4,
     "mixtral": A.LLAMA,
     "qwen2_moe": A.QWEN2MOE,

@@ -121,6 +121,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "falcon-serial": {"parallel_attn": False, "multi_query": False, "tie_word_embeddings": False},
     },
     "Starcoder2": {"starcoder2": {"sliding_window": 6}, "starcoder2-no-bias": {"use_bias": False}},
+    "Glm": {"glm": {"head_dim": 16, "pad_token_id": 0}},
     "Glm4": {"glm4": {"head_dim": 16, "pad_token_id": 0}},
     "Mixtral": {"mixtral": {"num_local_experts": 5, "sliding_window": 7}},
     "Qwen2Moe": {

@@ -52,7 +52,8 @@ def facts(family: Family) -> tuple[str, ...]:
     words = dict.fromkeys(word for config in found for word in config.differences())
     gguf = "llama" if family.name == "mistral" else family.gguf
     names = ", ".join(f"`{name}`" for name in family.architectures)
-    differs = ", ".join(words) or ("q, k and v in one matrix" if family.parts else "")
+    stacked = f"{'q, k and v' if 'q' in family.parts else 'gate and up'} in one matrix"
+    differs = ", ".join(words) or (stacked if family.parts else "")
     cuda = "Triton" if all(Capabilities.of(config).triton for config in found) else "torch"
     cpu = "native" if all(Capabilities.of(config).native for config in found) else "torch"
     return family.name, names, f"`{gguf}`" if gguf else "no", differs, cpu, cuda

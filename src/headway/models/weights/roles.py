@@ -115,10 +115,13 @@ class Roles:
     def of(cls, path: Path, config: ModelConfig, weights: Weights) -> Roles:
         """The roles of a Hugging Face folder or a GGUF file."""
         family, gguf = by_name(config.family), path.is_file()
+        names = frozenset(weights.names())
         own: Mapping[str, Part] = family.gguf_parts if gguf else family.parts
+        if gguf and f"{GGUF_NAMES['layer'].format(0)}{GGUF_NAMES['q']}.weight" in names:
+            own = {role: part for role, part in own.items() if not _is_of_qkv(part)}
         shared: Mapping[str, Part] = GGUF_PARTS if gguf else HF_PARTS
         whole = _whole(GGUF_NAMES if gguf else HF_NAMES)
-        return cls(config, weights, {**whole, **shared, **own}, frozenset(weights.names()), gguf)
+        return cls(config, weights, {**whole, **shared, **own}, names, gguf)
 
     def layer(self, i: int) -> str:
         """What goes before the names of a layer's weights."""
@@ -192,6 +195,11 @@ class Roles:
 def _whole(names: Mapping[str, str]) -> dict[str, str]:
     """The names with `.weight` after those of matrices."""
     return {role: name if name.endswith((".weight", ".")) else f"{name}.weight" for role, name in names.items()}
+
+
+def _is_of_qkv(part: Part) -> bool:
+    """Whether it is cut from one matrix of q, k and v, which other files of the same family have apart."""
+    return isinstance(part, Cut) and part.name.startswith("attn_qkv.")
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
