@@ -106,6 +106,44 @@ def test_a_hello_that_does_not_fit_is_answered(served: Served, hello: dict[str, 
     assert raw.closing() == reason
 
 
+ODD_OPTIONS = [
+    ({"sampler": {"kind": [1]}}, "WrongType", "its kind must be one of"),
+    ({"probe": {"kind": {}}}, "WrongType", "its kind must be one of"),
+    ({"sequence_bias": True}, None, "a list of sequences with values"),
+    ({"constrain": {"grammar": ["choices", "{", False]}}, None, "not a list in JSON"),
+    ({"constrain": {"grammar": ["choices", "3", False]}}, "WrongType", "choices"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "told"), ODD_OPTIONS)
+def test_an_option_that_is_not_one_is_refused_by_its_name(served: Served, options: Any, kind: str, told: str) -> None:
+    with opened(served) as raw:
+        raw.request("context.new", context=1, seed=None, priority=0, salt="", token_budget=None, deadline=None)
+        raw.request("generation.new", context=1, generation=2, options=options)
+        assert "error" not in raw.receive()
+        answer = raw.receive()
+        assert (answer["type"], answer.get("error", {}).get("kind")) == ("close" if kind is None else "reply", kind)
+        assert told in (answer if kind is None else answer["error"])["message"]
+
+
+def test_steps_are_counted_in_numbers(served: Served) -> None:
+    for verb, args in (("collect", {"what": "text", "epoch": 1, "schema": None}), ("pull", {"upto": 1}), ("drop", {})):
+        with opened(served) as raw:
+            raw.request(f"generation.{verb}", generation=1, taken=None, **args)
+            closed = raw.receive()
+            assert (closed["reason"], "taken is None, not a number" in closed["message"]) == ("malformed", True)
+
+
+def test_a_flush_that_is_cancelled_says_so(served: Served) -> None:
+    with opened(served) as raw:
+        raw.request("context.new", context=1, seed=None, priority=0, salt="", token_budget=None, deadline=None)
+        raw.request("context.fill", context=1, text=list(range(60)), special=False)
+        raw.request("context.flush", context=1, number=5, attention_mask=None, adapter=None)
+        raw.request("pass.cancel", number=5)
+        replies = {message["id"]: message for message in (raw.receive() for _ in range(4))}
+        assert replies[3]["error"] == {"kind": "Closed", "message": "this pass was cancelled"}
+
+
 def test_what_belongs_to_another_session_does_not_exist(served: Served) -> None:
     with hw.connect(served.url) as one, opened(served) as raw:
         context = one.context().fill([1])

@@ -88,7 +88,7 @@ def probe_of(given: Any) -> Probe:
 
 
 def _spec(given: Any, kinds: Mapping[str, Any], what: str) -> Any:
-    if not isinstance(given, dict) or given.get("kind") not in kinds:
+    if not isinstance(given, dict) or not isinstance(given.get("kind"), str) or given["kind"] not in kinds:
         raise WrongType(f"{given!r:.80} is not a {what}; its kind must be one of {', '.join(kinds)}")
     values = {name: value for name, value in given.items() if name != "kind"}
     kind = kinds[given["kind"]]

@@ -61,6 +61,8 @@ def _arguments(session: Session, options: Any) -> tuple[dict[str, Any], ClientCo
     caller, engine = session.caller, session.engine
     arguments = {name: value for name, value in options.items() if name in PLAIN}
     if (given := options.get("sequence_bias")) is not None:
+        if not isinstance(given, list):
+            raise BadMessage(f"sequence_bias is {short_repr(given)}; it must be a list of sequences with values")
         arguments["sequence_bias"] = [tuple(pair) if isinstance(pair, list) else pair for pair in given]
     if (given := options.get("sampler")) is not None:
         arguments["sampler"] = sampler_of(given)
@@ -97,7 +99,11 @@ def grammar_of(given: Any) -> Grammar:
         case ["lark", str(text), False]:
             return Grammar.lark(text)
         case ["choices", str(text), False]:
-            return Grammar.choices(json.loads(text))
+            try:
+                choices = json.loads(text)
+            except (ValueError, RecursionError):
+                raise BadMessage(f"the choices {short_repr(text)} are not a list in JSON") from None
+            return Grammar.choices(choices)
         case ["json", str(text), bool(compact)]:
             Grammar.json_schema(text)  # raises; the text is one that was checked and rewritten before
             return Grammar("json", text, compact)

@@ -7,10 +7,11 @@ order in which they are asked for; the values come back in that order.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import InvalidInput
+from headway.base.errors import Closed, InvalidInput
 from headway.base.specs.brle import Brle
 from headway.base.specs.probes import Probe
 from headway.base.text import short_repr
@@ -80,7 +81,10 @@ class ServedPass:
 
     def result(self) -> dict[str, Any]:
         """What it has read; raises its error."""
-        return self.read(self.forward.output)
+        try:
+            return self.read(self.forward.output)
+        except CancelledError:
+            raise Closed("this pass was cancelled") from None
 
     def read(self, out: Output) -> dict[str, Any]:
         """The values in the order in which they were asked for, and the figures."""

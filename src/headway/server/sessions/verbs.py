@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.base.checks import check_snapshot_name, check_text
-from headway.base.errors import Closed, HeadwayError, InvalidInput, SnapshotError
+from headway.base.errors import HeadwayError, InvalidInput, SnapshotError
 from headway.base.text import short_repr
 from headway.program.adapters import mix_of
 from headway.program.context import Context
@@ -340,10 +339,7 @@ def pass_execute(
     async def result() -> dict[str, Any]:
         with session.serving.queue_slot(session.tenant):
             await _computed(execution)
-        try:
-            return served.result()
-        except CancelledError:
-            raise Closed("this pass was cancelled") from None
+        return served.result()
 
     return result()
 
