@@ -7,15 +7,18 @@ import re
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, time
 from decimal import Context as DecimalContext
 from decimal import Decimal, InvalidOperation, localcontext
 from pathlib import Path
+from typing import Annotated, Literal
 
 import gguf
 import numpy as np
+import pydantic
 import pytest
 from jsonschema import FormatChecker
 from jsonschema.validators import Draft202012Validator, validator_for
@@ -35,6 +38,7 @@ from support.schemas import array, obj, schemas
 from support.sweeps import swept
 
 ALL = schemas()
+NULL = {"type": "null"}
 PERSON = obj({"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}})
 
 
@@ -280,8 +284,21 @@ def matches(constraint, tokenizer, text):
             '{"b":null}',
         ),
         (obj({"a": {"type": "null"}}, minProperties=1) | {"additionalProperties": True}, '{"a":null}', "{}"),
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": NULL}, '{"":null}', '{"a":1}'),
+        ({"type": "object", "propertyNames": True, "maxProperties": 1}, '{"a":1}', "[]"),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-z]$"}}, '{"a":1,"b":{}}', '{"a1":1}'),
+        (obj({}) | {"propertyNames": {"pattern": "a"}}, "{}", '{"a":1}'),
+        ({"propertyNames": {"minLength": 2}, "type": "object", "required": ["ab"]}, '{"ab":1}', '{"ab":1,"c":1}'),
+        ({"propertyNames": {"maxLength": 2}, "type": "object"}, '{"\\"é":[]}', '{"abc":1}'),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1}, "[1]", "[1,1]"),
+        ({"oneOf": [{"const": 1}, {"const": True}, {"enum": [0, "1"]}]}, "true", "2"),
+        ({"oneOf": [obj({"ok": {"const": True}}), obj({"ok": {"const": False}})]}, '{"ok":false}', '{"ok":0}'),
+        ({"oneOf": [obj({"v": {"$ref": "#/$defs/a"}}), obj({"v": {"const": 2}})], "$defs": {"a": {"const": 1}}},
+         '{"v":2}', '{"v":3}'),
+        ({"oneOf": [obj({"a": {}}), obj({"a": {}, "b": {}})]}, '{"a":1,"b":2}', '{"b":2}'),
+        ({"oneOf": [obj({"a": {}}) | {"additionalProperties": {}}, obj({"a": False}, [])]}, '{"a":1,"b":2}', '{"b":2}'),
     ],
-)
+)  # fmt: skip
 def test_single_documents(schema, good, bad, start, tokenizer):
     assert matches(start(Grammar.json_schema(schema)), tokenizer, good)
     assert not matches(start(Grammar.json_schema(schema)), tokenizer, bad)
@@ -299,8 +316,6 @@ def test_white_space_is_bounded_and_compact_has_none(start, tokenizer):
 
 
 def test_schemas_come_as_text_and_as_models(start):
-    pydantic = pytest.importorskip("pydantic")
-
     class Person(pydantic.BaseModel):
         name: str
         age: int = 3
@@ -308,6 +323,66 @@ def test_schemas_come_as_text_and_as_models(start):
     assert Grammar.json_schema(json.dumps(PERSON)) == Grammar.json_schema(PERSON)
     assert json.loads(Grammar.json_schema(Person).text)["required"] == ["name"]
     start(Grammar.json_schema(Person))
+
+
+class Red(pydantic.BaseModel):
+    ok: Literal[True]
+    shades: set[int]
+
+
+class Blue(pydantic.BaseModel):
+    ok: Literal[False]
+    price: Annotated[Decimal, pydantic.Field(max_digits=4, decimal_places=2, ge=0)]
+
+
+class Paint(pydantic.BaseModel):
+    one: Annotated[Red | Blue, pydantic.Field(discriminator="ok")]
+    counts: dict[int, Decimal]
+    names: frozenset[Literal["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("one", "counts", "fits"),
+    [
+        ('"ok":true,"shades":[3,3]', '"-7":1.50', True),
+        ('"ok":false,"price":99.99', "", True),
+        ('"ok":false,"price":0', '"0":1,"1":-2.5', True),
+        ('"ok":false,"price":99.999', "", False),
+        ('"ok":false,"price":100', "", False),
+        ('"ok":false,"price":"cheap"', "", False),
+        ('"ok":false,"shades":[]', "", False),
+        ('"ok":false,"price":0', '"x":1', False),
+        ('"ok":false,"price":0', '"1":"x"', False),
+    ],
+)
+def test_a_text_is_taken_if_and_only_if_the_pydantic_model_takes_it(one, counts, fits, start, tokenizer):
+    text = f'{{"one":{{{one}}},"counts":{{{counts}}},"names":["a","a","b"]}}'
+    assert matches(start(Grammar.json_schema(Paint, compact=True)), tokenizer, text) == fits
+    try:
+        Paint.model_validate_json(text)
+    except pydantic.ValidationError:
+        assert not fits
+    else:
+        assert fits
+
+
+def test_models_with_schemas_of_their_own(start, tokenizer):
+    class Own(pydantic.BaseModel):
+        @classmethod
+        def model_json_schema(cls):
+            return NULL
+
+    class Pair(pydantic.BaseModel):
+        both: Annotated[set[int], pydantic.Field(min_length=2)]
+
+    class Called(pydantic.BaseModel):
+        function: Callable[[int], int]
+
+    assert matches(start(Grammar.json_schema(Own)), tokenizer, "null")
+    for model, says in ((Pair, "uniqueItems"), (Called, "Called has no JSON schema: Cannot")):
+        with pytest.raises(InvalidInput, match=says) as caught:
+            Grammar.json_schema(model)
+        assert "\n" not in str(caught.value)
 
 
 # --- the other kinds
@@ -660,7 +735,7 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         ({"type": "array", "contains": {}}, "contains"),
         ({"not": {"type": "string"}}, "'not'"),
         ({"if": {}, "then": {}}, "'if'"),
-        ({"propertyNames": {}}, "propertyNames"),
+        ({"propertyNames": {"format": "uuid"}}, "propertyNames"),
         ({"propertyNames": {"enum": ["ab", "c"], "maxLength": 1}}, "propertyNames"),
         ({"propertyNames": {"enum": 5}}, "propertyNames"),
         ({"propertyNames": {"enum": ["a", 1]}}, "propertyNames"),
@@ -668,7 +743,12 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         ({"dependentRequired": {}}, "dependentRequired"),
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"$dynamicRef": "#"}, "dynamicRef"),
-        ({"type": "string", "nullable": True}, "nullable"),
+        ({"type": "string", "nullable": True}, r'nullable.*"type": \["string", "null"\]'),
+        ({"type": "array", "uniqueItems": True, "maxItems": 2}, "uniqueItems"),
+        ({"type": "object", "propertyNames": {"pattern": "^a", "maxLength": 3}}, "propertyNames"),
+        ({"oneOf": [{"enum": [1, "a"]}, {"enum": [1.0, "b"]}]}, "oneOf"),
+        ({"oneOf": [obj({"a": {"const": 1}}), obj({"a": {"const": 1.0}})]}, "oneOf"),
+        ({"oneOf": [obj({"a": {}}, []), obj({"b": {}}, [])]}, "oneOf"),
         ({"type": "string", "minlength": 3}, "minlength"),
         ({"x-guidance": {"lenient": True}}, "x-guidance"),
         (obj({"a": {"$defs": {"b": {"propertys": 1}}}}), r"#/properties/a/\$defs/b.*write 'properties'"),

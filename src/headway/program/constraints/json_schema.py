@@ -28,6 +28,7 @@ from headway.program.constraints.schema_keywords import (
     ENFORCED,
     FORMATS,
     IDLE,
+    INSTEAD,
     LISTS,
     MAPS,
     NOT_ENFORCED,
@@ -37,6 +38,7 @@ from headway.program.constraints.schema_keywords import (
     TYPES,
 )
 from headway.program.constraints.schema_numbers import check_literal, with_exact_numbers
+from headway.program.constraints.schema_unions import are_apart, told_apart, types_of
 
 BYTES = 256 * 1024  # of a schema as JSON text
 NODES = 2048  # subschemas, and lists and objects inside const and enum
@@ -113,7 +115,7 @@ class _Walk:
     def node(self, schema: Any, at: str, depth: int) -> Any:
         """The subschema at pointer `at`, rewritten."""
         self.step(at, depth)
-        schema = self.nodes[at] = self.with_listed_names(schema)
+        schema = self.nodes[at] = self.with_named_properties(schema)
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -134,18 +136,22 @@ class _Walk:
             self.unions.append(out)
         return with_exact_numbers(_with_real_times(out), at)
 
-    def with_listed_names(self, schema: Any) -> Any:
-        """An object whose propertyNames are listed, as those of a dict of enums are, has these properties."""
+    def with_named_properties(self, schema: Any) -> Any:
+        """An object without `propertyNames`, where other keywords say the same about the names of its properties."""
         if not isinstance(schema, dict) or "propertyNames" not in schema or "patternProperties" in schema:
             return schema
-        listed, given = _only_listed(self.found(schema["propertyNames"])), schema.get("properties", {})
-        if listed is None or not isinstance(given, dict):
-            return schema
-        properties = {name: each for name, each in given.items() if name in listed}
-        other = schema.get("additionalProperties", True)
-        properties |= {name: other for name in listed if name not in given}
+        names, given = self.found(schema["propertyNames"]), schema.get("properties", {})
         rest = {keyword: value for keyword, value in schema.items() if keyword != "propertyNames"}
-        return rest | {"properties": properties, "additionalProperties": False}
+        other = schema.get("additionalProperties", True)
+        if _any_name(names):
+            return rest
+        if (listed := _only_listed(names)) is not None and isinstance(given, dict):
+            properties = {name: each for name, each in given.items() if name in listed}
+            properties |= {name: other for name in listed if name not in given}
+            return rest | {"properties": properties, "additionalProperties": False}
+        if (pattern := _only_matched(names)) is not None and not given:
+            return rest | {"patternProperties": {pattern: other}, "additionalProperties": False}
+        return schema
 
     def found(self, schema: Any) -> Any:
         """What a $ref names, if it can be found; another schema itself."""
@@ -232,10 +238,10 @@ class _Walk:
             choices = [self.resolved(choice) for choice in schema["oneOf"]]
             if "anyOf" in schema:
                 continue
-            apart = _told_apart(choices)
+            apart = told_apart(choices, self.resolved)
             if not apart and (count := math.comb(len(choices), 2)) <= pairs:
                 pairs -= count
-                apart = all(_apart(a, b) for a, b in combinations(choices, 2))
+                apart = all(are_apart(a, b, self.resolved) for a, b in combinations(choices, 2))
             if apart:
                 schema["anyOf"] = schema.pop("oneOf")
 
@@ -264,9 +270,12 @@ class _Walk:
                     "may only stand at the top there: take it out"
                 )
         elif keyword in NOT_ENFORCED and value is not IDLE.get(keyword, ...):
+            if keyword == "uniqueItems" and self.nodes[at].get("maxItems") in (0, 1):
+                return
+            instead = INSTEAD.get(keyword, "take it out and check it afterwards")
             raise InvalidInput(
                 f"the JSON schema has {short_repr(keyword)} at {_place(at)}, which cannot be enforced while "
-                "generating; take it out and check it afterwards"
+                f"generating; {instead}"
             )
         elif keyword not in ANNOTATIONS and (meant := self.meant(keyword, ENFORCED)):
             raise InvalidInput(
@@ -339,7 +348,7 @@ class _Walk:
             if choices and not any(f"{at}/{keyword}/{i}" in ends for i in range(len(choices))):
                 return False
         types = schema.get("type", TYPES)
-        return any(self.type_can_end(kind, schema, at, ends) for kind in _listed(types))
+        return any(self.type_can_end(kind, schema, at, ends) for kind in types_of(types))
 
     def type_can_end(self, kind: str, schema: dict[str, Any], at: str, ends: set[str]) -> bool:
         if kind == "object":
@@ -444,42 +453,6 @@ def _check_text(text: str, at: str) -> None:
             )
 
 
-def _told_apart(choices: list[Any]) -> bool:
-    """Whether all choices are objects that one required property tells apart: the usual oneOf, of any length."""
-    if not all(isinstance(choice, dict) and choice.get("type") == "object" for choice in choices):
-        return False
-    for name in set.intersection(*({*choice.get("required", ())} for choice in choices)):
-        each = (_values(choice.get("properties", {}).get(name)) for choice in choices)
-        values = [listed for listed in each if listed is not None]
-        if len(values) == len(choices) and len(set().union(*values)) == sum(map(len, values)):
-            return True
-    return False
-
-
-def _apart(a: Any, b: Any) -> bool:
-    """Whether two schemas surely share no document: they differ in type, or in the values of a required property."""
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return False
-    kinds = [{kind.replace("integer", "number") for kind in _listed(s.get("type", TYPES))} for s in (a, b)]
-    if not kinds[0] & kinds[1]:
-        return True
-    if kinds != [{"object"}, {"object"}]:
-        return False
-    for name in {*a.get("required", ())} & {*b.get("required", ())}:
-        values = [_values(s.get("properties", {}).get(name)) for s in (a, b)]
-        if values[0] is not None and values[1] is not None and not values[0] & values[1]:
-            return True
-    return False
-
-
-def _values(schema: Any) -> set[str] | None:
-    """The strings that a subschema lists, if it lists only strings."""
-    if not isinstance(schema, dict) or not {"const", "enum"} & schema.keys():
-        return None
-    listed = [schema["const"]] if "const" in schema else schema["enum"]
-    return set(listed) if all(isinstance(value, str) for value in listed) else None
-
-
 def _only_listed(schema: Any) -> list[str] | None:
     """The strings that a subschema lists, if that is all it says."""
     if not isinstance(schema, dict) or not schema.keys() <= {"const", "enum", "type", *ANNOTATIONS}:
@@ -489,8 +462,24 @@ def _only_listed(schema: Any) -> list[str] | None:
     return listed if alone and isinstance(listed, list) and all(isinstance(each, str) for each in listed) else None
 
 
-def _listed(value: str | Iterable[str]) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def _any_name(schema: Any) -> bool:
+    """Whether every name of a property satisfies this subschema."""
+    if not isinstance(schema, dict):
+        return schema is True
+    return schema.keys() <= {"type", *ANNOTATIONS} and schema.get("type", "string") == "string"
+
+
+def _only_matched(schema: Any) -> str | None:
+    """The pattern of the names that satisfy a subschema, if that is all it says; a length is one too."""
+    if not isinstance(schema, dict) or schema.get("type", "string") != "string":
+        return None
+    says = schema.keys() - {"type", *ANNOTATIONS}
+    if says == {"pattern"}:
+        return schema["pattern"] if isinstance(schema["pattern"], str) else None
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if says <= {"minLength", "maxLength"} and all(type(count) is int and count >= 0 for count in (least, most or 0)):
+        return f"^[^\\x00]{{{least},{most}}}$"
+    return None
 
 
 def _with_real_times(schema: dict[str, Any]) -> dict[str, Any]:

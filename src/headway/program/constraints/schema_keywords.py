@@ -23,6 +23,8 @@ NOT_ENFORCED = {
 }
 # Values of them that say nothing.
 IDLE = {"uniqueItems": False, "nullable": False, "unevaluatedItems": True, "unevaluatedProperties": True}
+# What says the same and is enforced.
+INSTEAD = {"nullable": 'list "null" among the types: "type": ["string", "null"]'}
 OTHER_FORMATS = {
     *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer"),
     *("relative-json-pointer", "regex"),
