@@ -40,12 +40,22 @@ def quantize(model: Name, to: To = None, out: Out = None, quiet: Quiet = False, 
         result = quantize_model(source, to, Path(out), progress, vocabulary=vocabulary)
     if result.requantized:
         note("the source was quantized already: what it had lost stays lost")
+    if result.kept:
+        note(
+            f"{counted(result.kept, 'tensor')} of linear layers, {size(result.kept_bytes)}, stay as they are: a folder "
+            f"in {to} holds no matrices that are stored stacked or transposed, nor in int4 inputs that are not groups "
+            "of 32; a GGUF file does"
+        )
+    if result.bytes_after > result.bytes_before:
+        note(f"what is written is larger than the source, which had fewer bits than {to}")
     if json:
         emit_json(
             {
                 "path": str(result.path),
                 "to": result.to,
                 "tensors": result.tensors,
+                "kept": result.kept,
+                "kept_bytes": result.kept_bytes,
                 "bytes_before": result.bytes_before,
                 "bytes_after": result.bytes_after,
                 "requantized": result.requantized,

@@ -21,7 +21,7 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.files import read_json
 from headway.base.text import short_repr
-from headway.models.config import read_config
+from headway.models.config import ModelConfig, read_config
 from headway.models.families.family import Cut, Each
 from headway.models.files.blocks import FLOATS
 from headway.models.files.encode import encode
@@ -39,6 +39,7 @@ FOLDER = ("int8", "int4", "fp8")
 GROUP = 32
 LINEAR = ("q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down")
 LINEAR += ("shared_gate", "shared_up", "shared_down", "q_down", "q_up", "kv_down")
+LINEAR += ("mix_in", "mix_out", "mix_qkv", "mix_gate")
 # What transformers calls the output, also where it has no tensor of its own, or another name in the files.
 HEADS = ("lm_head",)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".py")  # files not copied
@@ -52,6 +53,8 @@ class QuantizedModel:
     path: Path
     to: str
     tensors: int  # quantized
+    kept: int  # tensors of linear layers that a folder keeps as floats
+    kept_bytes: int
     bytes_before: int
     bytes_after: int
     requantized: bool  # whether the source was quantized already
@@ -88,14 +91,17 @@ def quantize_model(
     with open_weights(source) as weights:
         before = sum(weights.nbytes(name) for name in weights.names())
         requantized = any(weights.stored(name) not in FLOATS for name in weights.names())
+        kept = set[str]()
         if isinstance(weights, GgufWeights):
             count = write_gguf(weights, to, out, progress)
         elif to in GGUF:
             count = write_gguf(FolderAsGguf(source, config, weights, vocabulary or {}), to, out, progress)
         else:
-            count = _write_folder(source, weights, to, out, progress)
+            chosen, kept = _linear_names(source, config, weights, to)
+            count = _write_folder(source, weights, chosen, to, out, progress=progress)
+        kept_bytes = sum(weights.nbytes(name) for name in kept)
     after = out.stat().st_size if out.is_file() else (out / SINGLE).stat().st_size
-    return QuantizedModel(out, to, count, before, after, requantized)
+    return QuantizedModel(out, to, count, len(kept), kept_bytes, before, after, requantized)
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -111,10 +117,9 @@ class _NewTensor:
     nbytes: int
 
 
-def _write_folder(source: Path, weights: Weights, to: str, out: Path, progress: LoadProgress | None) -> int:
-    chosen = _linear_names(source, weights, to)
-    if not chosen:
-        raise Unsupported(f"{source} has no linear layer that {to} can hold; int4 needs inputs in groups of {GROUP}")
+def _write_folder(
+    source: Path, weights: Weights, chosen: set[str], to: str, out: Path, *, progress: LoadProgress | None
+) -> int:
     plan = {name: _planned(weights, name, to if name in chosen else None) for name in weights.names()}
     with written(out) as folder:
         target = folder / "model"
@@ -140,12 +145,12 @@ def _write_folder(source: Path, weights: Weights, to: str, out: Path, progress: 
     return len(chosen)
 
 
-def _linear_names(source: Path, weights: Weights, to: str) -> set[str]:
-    """The matrices of linear layers in the files, [outputs, inputs] each."""
-    config = read_config(source)
+def _linear_names(source: Path, config: ModelConfig, weights: Weights, to: str) -> tuple[set[str], set[str]]:
+    """The tensors of linear layers: those that become `to`, [outputs, inputs] each, and those that it cannot hold."""
     roles = Roles.of(source, config, weights)
     roles.check()
-    names: set[str] = set()
+    matrices: set[str] = set()
+    others: set[str] = set()
     for i in range(config.layers):
         at = roles.layer(i)
         for role, shape in layer_shapes(config, i).items():
@@ -153,15 +158,34 @@ def _linear_names(source: Path, weights: Weights, to: str) -> set[str]:
                 continue
             match roles.part(role):
                 case Each(name):
-                    names |= {at + name.format(x) for x in range(shape[0])}
-                case Cut(name, whole):
-                    if len(whole(config)) == 2 and whole(config)[-1] == shape[-1]:
-                        names.add(at + name)
+                    matrices |= {roles.claim(at + name.format(x), shape[1:]) for x in range(shape[0])}
+                case Cut(name, whole) as part:
+                    (matrices if _by_rows(part, config) else others).add(roles.claim(at + name, whole(config)))
                 case part:
-                    names.add(roles.name(at, part))
-    known = set(weights.names())
-    matrices = {name for name in names & known if name.endswith(".weight") and len(weights.shape(name)) == 2}
-    return {name for name in matrices if to != "int4" or weights.shape(name)[1] % GROUP == 0}
+                    (matrices if len(shape) == 2 else others).add(roles.claim(roles.name(at, part), shape))
+    chosen = {name for name in matrices if to != "int4" or weights.shape(name)[1] % GROUP == 0}
+    kept = others | (matrices - chosen)
+    if not chosen:
+        raise Unsupported(
+            f"{source} has no linear layer that a folder in {to} can hold: matrices that are stored transposed or "
+            f"stacked cannot, nor in int4 inputs that are not groups of {GROUP}; use --to Q8_0, a GGUF file"
+        )
+    wide = sorted(name for name in kept if weights.stored(name) not in FLOATS)
+    if wide:
+        raise Unsupported(
+            f"{source}: {wide[0]!r} is stored as {weights.stored(wide[0])}, and a folder in {to} would hold it as "
+            f"floats, several times as large, as it would {len(wide) - 1} others; use --to Q8_0 or Q4_K_M, a GGUF file"
+        )
+    return chosen, kept
+
+
+def _by_rows(part: Cut, config: ModelConfig) -> bool:
+    """Whether a weight is rows of a matrix [outputs, inputs]; others are stacked, or stored as [inputs, outputs]."""
+    whole = part.shape(config)
+    if len(whole) != 2:
+        return False
+    inputs = part.take(np.broadcast_to(np.arange(whole[1]), whole), config)
+    return inputs.shape[-1] == whole[1] and np.array_equal(inputs[0], np.arange(whole[1]))
 
 
 def _planned(weights: Weights, name: str, to: str | None) -> list[_NewTensor]:
