@@ -209,9 +209,13 @@ class PlainSession:
     def _acknowledged(self, number: int) -> None:
         self._unacknowledged = {n: message for n, message in self._unacknowledged.items() if n > number}
 
+    def cut(self) -> None:
+        """Lose the connection."""
+        self._frames.cut()
+
     def come_back(self) -> None:
         """Lose the connection, and resume the session on another one."""
-        self._frames.cut()
+        self.cut()
         self._frames = self._open()
         welcome = self._hello(resume={"session": self.welcome["session"], "received": self._received})
         self._acknowledged(welcome["received"])
