@@ -18,7 +18,7 @@ from headway.models.config import from_hf
 from headway.models.quantized.write import quantize_model
 from support.checks import all_logits, assert_close, random_tokens
 from support.hf import randomize
-from support.hf_families import LAYERS, PROPORTIONAL
+from support.hf_families import DELTA, LAYERS, PROPORTIONAL, SHARED
 
 TEXT: dict[str, Any] = {
     "vocab_size": 97,
@@ -59,9 +59,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**LAYERS, "global_head_dim": 24, "rope_parameters": PROPORTIONAL},
         {"vision_config": None, "audio_config": None},
     ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {**DELTA, "rope_parameters": {**SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 0.25}},
+        {"vision_config": {**QWEN_EYES, "out_hidden_size": 64}, **IDS},
+    ),
+    "qwen3.5-moe": (  # its experts are in one tensor
+        "Qwen3_5Moe",
+        {**DELTA, **SHARED, "rope_parameters": {**SECTIONS, "partial_rotary_factor": 0.5}},
+        {"vision_config": {**QWEN_EYES, "out_hidden_size": 64}, **IDS},
+    ),
     "llava": ("Llava", {"model_type": "llama"}, {"vision_config": {"model_type": "clip_vision_model", **EYES}}),
 }
-QUICK = ("gemma3", "qwen2.5-vl")
+QUICK = ("gemma3", "qwen2.5-vl", "qwen3.5-moe")
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)]
 N = 23
 

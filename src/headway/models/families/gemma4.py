@@ -4,16 +4,17 @@ ones, experts beside the feed-forward."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.base.errors import BadModelFile, Unsupported
 from headway.kernels.host.attention import Window
 from headway.kernels.host.rope import Rope
 from headway.models.description import Experts, KvShape, LayerInputs, PerLayer
-from headway.models.families.family import Cut, Family
+from headway.models.families.family import Family
 from headway.models.families.gemma2 import NORMS
 from headway.models.families.gemma3n import DESCRIPTION, LOCAL, UNUSED, kv_sources
 from headway.models.families.gguf_experts import gguf_experts
+from headway.models.families.parts import stacked_experts
 from headway.models.families.windows import alternating, gguf_sizes, gguf_windows
 from headway.models.keys import Keys
 from headway.models.rope_keys import LAYER_TYPES, hf_rope
@@ -149,21 +150,6 @@ def _experts(keys: Keys) -> Experts | None:
     )
 
 
-def _gate_up(place: int, name: str) -> Cut:
-    """Gates and then ups, in a matrix that is stored as [X, 2F, E]."""
-
-    def shape(c: ModelConfig) -> tuple[int, ...]:
-        x = c.description.experts
-        assert x is not None
-        return x.count, 2 * x.size, c.hidden_size
-
-    def take(tensor: Any, c: ModelConfig) -> Any:
-        size = shape(c)[1] // 2
-        return tensor[:, place * size : (place + 1) * size]
-
-    return Cut(name, shape, take)
-
-
 FAMILY = Family(
     name="gemma4",
     architectures=("Gemma4ForCausalLM",),
@@ -187,8 +173,7 @@ FAMILY = Family(
         "router": "router.proj.weight",
         "router_scale": "router.scale",
         "expert_scale": "router.per_expert_scale",
-        "expert_gate": _gate_up(0, "experts.gate_up_proj"),
-        "expert_up": _gate_up(1, "experts.gate_up_proj"),
+        **stacked_experts("experts.gate_up_proj"),
         "expert_down": "experts.down_proj",
         "dense_norm": "post_feedforward_layernorm_1.weight",
         "expert_in_norm": "pre_feedforward_layernorm_2.weight",
@@ -198,8 +183,7 @@ FAMILY = Family(
         "layer_scale": "layer_output_scale.weight",
         "router_scale": "ffn_gate_inp.scale",
         "expert_scale": "ffn_down_exps.scale",
-        "expert_gate": _gate_up(0, "ffn_gate_up_exps.weight"),
-        "expert_up": _gate_up(1, "ffn_gate_up_exps.weight"),
+        **stacked_experts("ffn_gate_up_exps.weight"),
         "dense_norm": "post_ffw_norm_1.weight",
         "expert_in_norm": "pre_ffw_norm_2.weight",
         "expert_out_norm": "post_ffw_norm_2.weight",

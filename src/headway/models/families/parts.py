@@ -35,6 +35,23 @@ def _stacked(name: str, roles: tuple[str, ...], role: str, transposed: bool) -> 
     return Cut(f"{name}.weight", shape, weight), Cut(f"{name}.bias", lambda c: (rows(c),), own)
 
 
+def stacked_experts(name: str) -> dict[str, Part]:
+    """Gates and then ups of experts, in one tensor [X, 2F, E]."""
+
+    def shape(c: ModelConfig) -> tuple[int, int, int]:
+        x = c.description.experts
+        assert x is not None
+        return x.count, 2 * x.size, c.hidden_size
+
+    def gate(tensor: Any, c: ModelConfig) -> Any:
+        return tensor[:, : shape(c)[1] // 2]
+
+    def up(tensor: Any, c: ModelConfig) -> Any:
+        return tensor[:, shape(c)[1] // 2 :]
+
+    return {"expert_gate": Cut(name, shape, gate), "expert_up": Cut(name, shape, up)}
+
+
 def grouped(name: str) -> dict[str, Part]:
     """q, k and v in one matrix, by key heads: the queries that share it, the key, the value."""
     parts: dict[str, Part] = {}

@@ -25,6 +25,7 @@ FAMILY = Family(
     name="qwen3.5",
     architectures=("Qwen3_5ForCausalLM",),
     model_types=("qwen3_5_text",),
+    outer={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
     gguf="qwen35",
     qkv_bias="attention_bias",
     o_bias="attention_bias",

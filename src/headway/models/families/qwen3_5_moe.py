@@ -36,6 +36,7 @@ FAMILY = replace(
     name="qwen3.5-moe",
     architectures=("Qwen3_5MoeForCausalLM",),
     model_types=("qwen3_5_moe_text",),
+    outer={"Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text"},
     kv_heads=2,
     inner=1,  # there is no dense feed-forward
     experts=True,

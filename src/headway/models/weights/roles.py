@@ -19,6 +19,7 @@ from headway.kernels.host.rope import frequencies
 from headway.models.config import ModelConfig
 from headway.models.families import by_name
 from headway.models.families.family import Cut, Each, FirstOf, Part
+from headway.models.families.parts import stacked_experts
 from headway.models.files.weights import Weights
 from headway.models.weights.shapes import layer_shapes, model_shapes
 
@@ -75,6 +76,7 @@ HF_PARTS = {
     "input_out": "per_layer_projection.weight",
     "post_input_norm": "post_per_layer_input_norm.weight",
 }
+HF_STACKED_EXPERTS = {**stacked_experts("mlp.experts.gate_up_proj"), "expert_down": "mlp.experts.down_proj"}
 GGUF_PARTS = {
     "positions": "position_embd.weight",
     "post_attention_norm": "post_attention_norm.weight",
@@ -120,6 +122,8 @@ class Roles:
         if gguf and f"{GGUF_NAMES['layer'].format(0)}{GGUF_NAMES['q']}.weight" in names:
             own = {role: part for role, part in own.items() if not _is_of_qkv(part)}
         shared: Mapping[str, Part] = GGUF_PARTS if gguf else HF_PARTS
+        if not gguf and any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
+            shared = {**shared, **HF_STACKED_EXPERTS}
         whole = _whole(GGUF_NAMES if gguf else HF_NAMES)
         return cls(config, weights, {**whole, **shared, **own}, names, gguf)
 
