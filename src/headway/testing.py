@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.base.arrays import from_tensor
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported
 from headway.base.rng import uniform
 from headway.base.specs.probes import Logits, Probe
@@ -26,7 +27,7 @@ from headway.kernels.host.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.bound import BoundAdapter, head_shape, target_shapes
-from headway.models.adapters.low_rank import HEAD, ROLES, Target
+from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
 from headway.models.config import ModelConfig
 from headway.models.description import PLAIN, Description, Recurrence
 from headway.models.families import FAMILIES
@@ -114,14 +115,13 @@ def random_adapter(
 ) -> Adapter:
     """A random LoRA adapter for a model of this config, on these of its linear layers, of a given strength."""
     generator, shapes = torch.Generator().manual_seed(seed), target_shapes(config)
-    tensors: dict[str, Tensor] = {}
-    places = [(f"model.{Target(*at)}", shapes[at[1]]) for at in itertools.product(range(config.layers), roles)]
-    for module, (n, k) in [*places, *([(str(HEAD), head_shape(config))] if head else [])]:
-        name = f"base_model.model.{module}.lora_"
+    pairs: dict[Target, LowRank] = {}
+    places = [(Target(*at), shapes[at[1]]) for at in itertools.product(range(config.layers), roles)]
+    for target, (n, k) in [*places, *([(HEAD, head_shape(config))] if head else [])]:
         a, b = (torch.randn(*shape, generator=generator) for shape in ((rank, k), (n, rank)))
-        tensors[name + "A.weight"] = (a / math.sqrt(k)).to(dtype)
-        tensors[name + "B.weight"] = (b * strength / math.sqrt(rank)).to(dtype)
-    return Adapter.from_tensors(tensors, name=f"random {seed}")
+        a, b = (a / math.sqrt(k)).to(dtype), (b * strength / math.sqrt(rank)).to(dtype)
+        pairs[target] = LowRank(from_tensor(a), from_tensor(b), 1.0)
+    return Adapter(pairs, name=f"random {seed}", in_order=True)
 
 
 class _RandomTensors:

@@ -67,7 +67,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "trainable tokens": ({"trainable_token_indices": [1, 2]}, "trainable tokens"),
     "biases": ({"bias": "all"}, "bias"),
     "biases of LoRA": ({"lora_bias": True}, "lora_bias"),
-    "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     "other base weights": ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
     "replicated layers": ({"layer_replication": [[0, 1]]}, "replicated"),
     "parameters": ({"target_parameters": ["experts"]}, "target_parameters"),

@@ -397,9 +397,6 @@ def test_an_adapter_gives_the_logits_of_peft(name: str, modules: list[str], tmp_
 
 def test_an_adapter_of_latent_vectors_is_refused_by_name(tmp_path: Path) -> None:
     _, model = family_model("deepseek-v3")
-    folder = save_lora(tmp_path / "adapter", with_lora(model, target_modules=["kv_a_proj_with_mqa"]))
-    with pytest.raises(hw.Unsupported, match=r"kv_a_proj_with_mqa.*none of a decoder's linear layers"):
-        hw.Adapter.load(folder)
     _, lite = family_model("deepseek-v2-lite")
     folder = save_lora(tmp_path / "q", with_lora(lite, target_modules=["q_proj"]))
     message = r"self_attn\.q_proj.*has latent attention.*train it on o, gate, up"

@@ -28,7 +28,7 @@ class Adapter:
     Two adapters are the same when their weights are (`digest`), whatever they are called.
     """
 
-    __slots__ = ("__weakref__", "architecture", "digest", "name", "pairs", "rules")
+    __slots__ = ("__weakref__", "architecture", "digest", "in_order", "name", "pairs", "rules")
 
     def __init__(
         self,
@@ -37,14 +37,17 @@ class Adapter:
         name: str = "",
         architecture: str | None = None,
         rules: peft.TargetRules | None = None,
+        in_order: bool = False,
     ) -> None:
         """Made by `load` and `from_tensors`.
 
-        `architecture` is what a GGUF file says, whose q and k rows lie as that architecture's GGUF files have them;
-        `rules` what the config of a PEFT adapter says about its targets.
+        `architecture` is what a GGUF file says, whose names and rows are those of that architecture's GGUF files;
+        `rules` what the config of a PEFT adapter says about its targets. With `in_order` its targets are a model's
+        roles, and rows lie as a model computes with them, not as files have them.
         """
         self.pairs, self.name, self.architecture, self.rules = dict(pairs), name, architecture, rules
-        self.digest = digest(self.pairs, architecture or "")
+        self.in_order = in_order
+        self.digest = digest(self.pairs, architecture or "", *(["in order"] if in_order else []))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, max_rank: int = MAX_RANK, max_bytes: int = MAX_BYTES) -> Adapter:
@@ -102,7 +105,8 @@ class Adapter:
 
     def __repr__(self) -> str:
         layers = len({target.layer for target in self.pairs if target != HEAD})
-        roles = ", ".join(role for role in ROLES if any(target.role == role for target in self.pairs))
+        named = {target.part for target in self.pairs if target != HEAD}
+        roles = ", ".join([*(role for role in ROLES if role in named), *sorted(named - set(ROLES))])
         parts = [f"{roles} of {layers} layers"] * (layers > 0) + [str(HEAD)] * (HEAD in self.pairs)
         return f"<Adapter {self.name!r}: rank {self.rank}, {' and '.join(parts)}, {self.digest[:12]}>"
 

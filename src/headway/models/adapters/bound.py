@@ -12,10 +12,12 @@ from headway.base.arrays import widen
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
 from headway.models.adapters.adapter import Adapter
-from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
+from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
+from headway.models.adapters.modules import HEADS, Module, Share, layer_modules
 from headway.models.capabilities import ATTENTION, Capabilities
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES, by_name
+from headway.models.weights.roles import GGUF_NAMES
 from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import has_experts, layer_shapes
 
@@ -43,27 +45,51 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
     what = f"the adapter {adapter.name!r}"
     _check_architecture(adapter, config, what)
     layers: list[dict[str, LowRank]] = [{} for _ in range(config.layers)]
+    modules = _Modules(adapter, config)
+    interleaved = not adapter.in_order and _interleaves(adapter, config)
     for target, pair in sorted(adapter.pairs.items()):
         if target.layer >= config.layers:
             raise BadModelFile(
                 f"{what} has weights for {target}, and the model has {config.layers} layers; it is another model's"
             )
-        _check_role(target, config, what)
+        module = _head(config, what) if target == HEAD else _module(target, modules, config, what)
         has = (pair.b.shape[0], pair.a.shape[1])
-        needs = head_shape(config) if target == HEAD else layer_targets(config, target.layer)[target.role]
-        if has != needs:
+        if has != module.shape:
             raise BadModelFile(
-                f"{what} has weights of {list(has)} for {target}, and the model's matrix is {list(needs)}; it is "
-                "another model's"
+                f"{what} has weights of {list(has)} for {target}, and the model's matrix is {list(module.shape)}; it "
+                "is another model's"
             )
         if target == HEAD:
             continue
-        if target.role in ("q", "k") and _interleaves(adapter, config):
-            layers[target.layer][target.role] = replace(pair, b=half_split(pair.b, config.head_dim, config.rope.dim))
-        else:
-            layers[target.layer][target.role] = pair
-    _check_all_there(adapter, config, what)
+        for role, rows in module.shares:
+            if role in layers[target.layer]:
+                raise BadModelFile(f"{what} has weights for {target}, and others for the model's {role} besides")
+            b = pair.b if rows is None else np.ascontiguousarray(pair.b[rows])
+            if role in ("q", "k") and interleaved:
+                b = half_split(b, config.head_dim, config.rope.dim)
+            layers[target.layer][role] = replace(pair, b=b)
+    _check_all_there(adapter, modules, config, what)
     return BoundAdapter(adapter.digest, adapter.name, tuple(layers), adapter.pairs.get(HEAD))
+
+
+class _Modules:
+    """The linear layers of a model by the names that an adapter has for them."""
+
+    def __init__(self, adapter: Adapter, config: ModelConfig) -> None:
+        self._adapter, self._config = adapter, config
+        self._layers: dict[int, dict[str, Module]] = {}
+
+    def of(self, layer: int) -> dict[str, Module]:
+        if layer not in self._layers:
+            self._layers[layer] = self._of(layer)
+        return self._layers[layer]
+
+    def _of(self, layer: int) -> dict[str, Module]:
+        if self._adapter.in_order:
+            return {role: Module(shape, (Share(role),)) for role, shape in layer_targets(self._config, layer).items()}
+        gguf = self._adapter.architecture is not None
+        named = {GGUF_NAMES[role] if gguf else module: role for module, role in MODULES.items()}
+        return {named.get(name, name): m for name, m in layer_modules(self._config, layer, gguf=gguf).items()}
 
 
 def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -80,19 +106,29 @@ def layer_targets(c: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     return {role: (shapes[role][0], shapes[role][1]) for role in ROLES if role in shapes}
 
 
-def _check_role(target: Target, config: ModelConfig, what: str) -> None:
-    if target == HEAD:
-        if not Capabilities.of(config).adapts_head:
-            raise Unsupported(
-                f"{what} has weights for {target}, and a {config.family} model scales or caps its logits, after which "
-                f"adapters of the output matrix would be added; train it on {', '.join(target_shapes(config))}"
-            )
-        return
-    if target.role in layer_shapes(config, target.layer):
-        return
-    kind = "its experts" if has_experts(config, target.layer) else "a feed-forward without a gate"
-    if target.role in ATTENTION:
+def _head(config: ModelConfig, what: str) -> Module:
+    """The output matrix, if adapters may change it."""
+    if not Capabilities.of(config).adapts_head:
+        raise Unsupported(
+            f"{what} has weights for {HEAD}, and a {config.family} model scales or caps its logits, after which "
+            f"adapters of the output matrix would be added; train it on {', '.join(target_shapes(config))}"
+        )
+    return Module(head_shape(config), (Share(HEAD.part),))
+
+
+def _module(target: Target, modules: _Modules, config: ModelConfig, what: str) -> Module:
+    """The matrix of a target, if adapters may change it."""
+    module = modules.of(target.layer).get(target.part)
+    if module is not None and all(role in ROLES for role, _ in module.shares):
+        return module
+    if module is not None:
+        kind = f"a matrix of {', '.join(role for role, _ in module.shares)} there"
+    elif target.part not in ROLES:
+        kind = "no linear layer of that name"
+    elif target.part in ATTENTION:
         kind = "no such matrix" if config.description.latent is None else "latent attention"
+    else:
+        kind = "its experts" if has_experts(config, target.layer) else "a feed-forward without a gate"
     raise Unsupported(
         f"{what} has weights for {target}, and this layer of the {config.family} model has {kind}, which adapters do "
         f"not change; train it on {', '.join(target_shapes(config))}"
@@ -141,14 +177,16 @@ def _check_architecture(adapter: Adapter, config: ModelConfig, what: str) -> Non
         raise BadModelFile(f"{what} is for the architecture {adapter.architecture!r}; the model's is {own!r}")
 
 
-def _check_all_there(adapter: Adapter, config: ModelConfig, what: str) -> None:
+def _check_all_there(adapter: Adapter, modules: _Modules, config: ModelConfig, what: str) -> None:
     """Raise if the adapter's config targets a layer of the model for which it has no weights."""
-    if adapter.rules is None:
+    if (rules := adapter.rules) is None:
         return
     for layer in range(config.layers):
-        for role in sorted(layer_shapes(config, layer).keys() & set(ROLES)):
-            target = Target(layer, role)
-            if target not in adapter.pairs and adapter.rules.has(f"model.{target}"):
+        for part, module in sorted(modules.of(layer).items()):
+            target = Target(layer, part)
+            if target in adapter.pairs or any(role not in ROLES for role, _ in module.shares):
+                continue
+            if rules.has(f"{rules.place}{layer}.{target.module}"):
                 raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")
-    if HEAD not in adapter.pairs and adapter.rules.has(str(HEAD)):
+    if HEAD not in adapter.pairs and any(rules.has(head) for head in HEADS):
         raise BadModelFile(f"{what}: its config targets {HEAD}, and there are no weights for it")

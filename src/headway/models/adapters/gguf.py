@@ -23,7 +23,7 @@ NAMES = {
     "ffn_up": "up",
     "ffn_down": "down",
 }
-NAME = re.compile(rf"(?:blk\.(?P<layer>\d+)\.(?P<part>{'|'.join(NAMES)})|output)\.weight\.lora_(?P<side>[ab])")
+NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.(?P<part>\w{1,64})|output)\.weight\.lora_(?P<side>[ab])")
 
 
 def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
@@ -66,12 +66,12 @@ def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, np.ndarra
         match = NAME.fullmatch(name)
         if match is None:
             raise Unsupported(
-                f"{path}: the tensor {short_repr(name)} is not LoRA of one of a decoder's linear layers "
-                f"({', '.join([*NAMES, 'output'])}); others are not supported"
+                f"{path}: the tensor {short_repr(name)} is not LoRA of one of a decoder's linear layers (such as "
+                f"blk.0.attn_q) or of its output matrix (output); others are not supported"
             )
         target = HEAD
         if match["part"] is not None:
-            target = Target(check_layer(match["layer"], f"{path}: {name}"), NAMES[match["part"]])
+            target = Target(check_layer(match["layer"], f"{path}: {name}"), NAMES.get(match["part"], match["part"]))
         tensor = weights.array(name).copy()  # not the file's map
         sides.setdefault(target, {})[match["side"]] = tensor
     return sides

@@ -1,7 +1,7 @@
 """The two matrices of one LoRA target, and the names of targets.
 
-A target is a linear layer of the decoder: its layer's number and its role (`ROLES`), or the output matrix (`HEAD`).
-Stacked matrices (q, k and v; gate and up) are targets piece by piece, as files have them.
+A target is a linear layer as files have them: its layer's number and its name there, or the output matrix (`HEAD`).
+Layers that are called as Llama's have a role (`ROLES`) for a name. What another family's names mean is in `modules`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,20 @@ MAX_SCALING = 1e30
 
 
 class Target(NamedTuple):
-    """A linear layer of the decoder."""
+    """A linear layer of a decoder: its number, and its role or what files call it."""
 
     layer: int
-    role: str
+    part: str
 
     def __str__(self) -> str:
         if self == HEAD:
             return HEAD_MODULE
-        module = next(name for name, role in MODULES.items() if role == self.role)
-        return f"layers.{self.layer}.{module}"
+        return f"layers.{self.layer}.{self.module}"
+
+    @property
+    def module(self) -> str:
+        """Its name after the layer's, in a folder."""
+        return next((name for name, role in MODULES.items() if role == self.part), self.part)
 
 
 HEAD, HEAD_MODULE = Target(-1, "head"), "lm_head"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, ModelNotFound, Unsupported, WrongType
 from headway.base.files import read_json
 from headway.base.text import short_repr
-from headway.models.adapters.low_rank import HEAD, HEAD_MODULE, MODULES, Limits, LowRank, Target, check_layer
+from headway.models.adapters.low_rank import HEAD, MODULES, Limits, LowRank, Target, check_layer
+from headway.models.adapters.modules import HEADS, layer_places
 from headway.models.files.weights import SafetensorsWeights
 
 CONFIG = "adapter_config.json"
@@ -28,16 +30,16 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 MAX_PATTERN = 4096  # characters of a pattern
 MAX_REPEATS = 6  # unbounded repetitions of a pattern: more could take for ever on a module's name
+PLACES = layer_places()
 NAME = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d+)\.(?P<part>self_attn\.[qkvo]_proj|"
-    r"mlp\.(?:gate|up|down)_proj)|lm_head)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight"
+    rf"(?:base_model\.model\.)?(?P<module>(?P<place>{'|'.join(map(re.escape, sorted(PLACES)))})(?P<layer>\d+)\."
+    rf"(?P<part>\w+(?:\.\w+){{0,7}})|(?:{'|'.join(HEADS)}))\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight"
 )
 # Fields that must be empty, and what they are.
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules (modules_to_save)",
     "trainable_token_indices": "trainable tokens",
-    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     "lora_bias": "biases (lora_bias)",
     "layer_replication": "replicated layers",
     "megatron_config": "Megatron layers",
@@ -62,6 +64,7 @@ class TargetRules:
     excluded: str | tuple[str, ...]
     layers: frozenset[int] | None
     layers_patterns: tuple[str, ...]
+    place: str = "model.layers."  # what the tensors' names have before the number of a layer
 
     def has(self, module: str) -> bool:
         """Whether a module, such as `model.layers.0.mlp.up_proj`, has LoRA."""
@@ -69,7 +72,7 @@ class TargetRules:
             return False
         if isinstance(self.modules, str):
             if self.modules.lower() == "all-linear":
-                return module != HEAD_MODULE  # which PEFT does not count among them
+                return module not in HEADS  # which PEFT does not count among them
             return re.fullmatch(self.modules, module) is not None
         if module in self.modules:
             return True
@@ -135,13 +138,15 @@ def _read(
     facts = None if config is None else _Config(config, where)
     sides: dict[Target, dict[str, np.ndarray]] = {}
     modules: dict[Target, str] = {}
+    place = "model.layers."
     for name, tensor in tensors.items():
         match = NAME.fullmatch(name)
         if match is None:
             raise _stranger(name, where)
         target = HEAD
         if match["part"] is not None:
-            target = Target(check_layer(match["layer"], f"{where}: {name}"), MODULES[match["part"]])
+            layer = check_layer(match["layer"], f"{where}: {name}")
+            target, place = Target(layer, MODULES.get(match["part"], match["part"])), match["place"]
         side = sides.setdefault(target, {})
         if match["side"] in side:
             raise BadModelFile(f"{where}: {target} has two matrices {match['side']}; it must have one")
@@ -162,7 +167,7 @@ def _read(
         rank = side["A"].shape[0]
         scaling = (1.0 if alpha is None else alpha / rank) if facts is None else facts.scaling(modules[target], rank)
         pairs[target] = LowRank(side["A"], side["B"], limits.check_scaling(what, scaling))
-    return PeftAdapter(pairs, None if facts is None else facts.rules)
+    return PeftAdapter(pairs, None if facts is None else replace(facts.rules, place=place))
 
 
 def _stranger(name: str, where: str) -> Exception:
@@ -186,8 +191,8 @@ def _stranger(name: str, where: str) -> Exception:
             f"supported; {MERGE}"
         )
     return Unsupported(
-        f"{where}: the tensor {short_repr(name)} is for none of a decoder's linear layers "
-        f"({', '.join([*MODULES, HEAD_MODULE])}); {MERGE}"
+        f"{where}: the tensor {short_repr(name)} is for none of a decoder's linear layers (such as "
+        f"model.layers.0.self_attn.q_proj, or {HEADS[0]}); {MERGE}"
     )
 
 

@@ -18,7 +18,7 @@ from headway.base.errors import BadModelFile, Unsupported
 from headway.kernels.host.rope import frequencies
 from headway.models.config import ModelConfig
 from headway.models.families import by_name
-from headway.models.families.family import Cut, Each, FirstOf, Part
+from headway.models.families.family import Cut, Each, Family, FirstOf, Part
 from headway.models.families.parts import stacked_experts
 from headway.models.files.weights import Weights
 from headway.models.weights.shapes import layer_shapes, model_shapes
@@ -97,6 +97,7 @@ GGUF_PARTS = {
     "input_out": "proj.weight",
     "post_input_norm": "post_norm.weight",
 }
+SPLIT_QUERIES = f"{GGUF_NAMES['layer'].format(0)}{GGUF_NAMES['q']}.weight"  # in files that have q, k and v apart
 FREQUENCIES = "rope_freqs.weight"  # in a GGUF file, a divisor of each frequency
 # Tensors that carry nothing the config does not say.
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
@@ -116,29 +117,16 @@ class Roles:
     @classmethod
     def of(cls, path: Path, config: ModelConfig, weights: Weights) -> Roles:
         """The roles of a Hugging Face folder or a GGUF file."""
-        family, gguf = by_name(config.family), path.is_file()
-        names = frozenset(weights.names())
-        own: Mapping[str, Part] = family.gguf_parts if gguf else family.parts
-        if gguf and f"{GGUF_NAMES['layer'].format(0)}{GGUF_NAMES['q']}.weight" in names:
-            own = {role: part for role, part in own.items() if not _is_of_qkv(part)}
-        shared: Mapping[str, Part] = GGUF_PARTS if gguf else HF_PARTS
-        if not gguf and any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
-            shared = {**shared, **HF_STACKED_EXPERTS}
-        whole = _whole(GGUF_NAMES if gguf else HF_NAMES)
-        return cls(config, weights, {**whole, **shared, **own}, names, gguf)
+        gguf, names = path.is_file(), frozenset(weights.names())
+        return cls(config, weights, parts_of(by_name(config.family), names, gguf=gguf), names, gguf)
 
     def layer(self, i: int) -> str:
         """What goes before the names of a layer's weights."""
         return str(self.parts["layer"]).format(i)
 
     def part(self, role: str) -> Part:
-        """Where a weight is: a bias is beside its matrix, unless the family says otherwise."""
-        part, base = self.parts.get(role), self.parts.get(role.removesuffix("_bias"))
-        if part is None and isinstance(base, str):
-            part = base.removesuffix(".weight") + ".bias"
-        if part is None and isinstance(base, FirstOf):
-            part = FirstOf(tuple(name.removesuffix(".weight") + ".bias" for name in base.names))
-        if part is None:
+        """Where a weight is."""
+        if (part := part_of(self.parts, role)) is None:
             raise Unsupported(f"the {self.config.family} family has no name for the weight {role!r} in such files")
         return part
 
@@ -194,6 +182,28 @@ class Roles:
             return aligned(inv_freq)
         self.claim(FREQUENCIES, inv_freq.shape)
         return aligned(inv_freq / self.weights.array(FREQUENCIES))
+
+
+def parts_of(family: Family, names: Collection[str] = (), *, gguf: bool) -> dict[str, Part]:
+    """Where a family's folders or GGUF files keep each weight, by role, and what goes before those of a layer. Files with
+    some of these names have q, k and v apart, or experts together, where others of the family do not."""
+    shared: Mapping[str, Part] = GGUF_PARTS if gguf else HF_PARTS
+    own: Mapping[str, Part] = family.gguf_parts if gguf else family.parts
+    if gguf and SPLIT_QUERIES in names:
+        own = {role: part for role, part in own.items() if not _is_of_qkv(part)}
+    if not gguf and any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
+        shared = {**shared, **HF_STACKED_EXPERTS}
+    return {**_whole(GGUF_NAMES if gguf else HF_NAMES), **shared, **own}
+
+
+def part_of(parts: Mapping[str, Part], role: str) -> Part | None:
+    """Where a weight is: a bias is beside its matrix, unless the family says otherwise."""
+    part, base = parts.get(role), parts.get(role.removesuffix("_bias"))
+    if part is None and isinstance(base, str):
+        return base.removesuffix(".weight") + ".bias"
+    if part is None and isinstance(base, FirstOf):
+        return FirstOf(tuple(name.removesuffix(".weight") + ".bias" for name in base.names))
+    return part
 
 
 def _whole(names: Mapping[str, str]) -> dict[str, str]:

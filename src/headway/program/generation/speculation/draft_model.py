@@ -252,7 +252,7 @@ def _first_part(loaded: LoadedWeights, count: int) -> Adapter | None:
         layers, head = loaded.bound.layers[:count], loaded.bound.head
         pairs = {Target(number, role): pair for number, layer in enumerate(layers) for role, pair in layer.items()}
         pairs |= {} if head is None else {HEAD: head}
-        parts[count] = Adapter(pairs, name=loaded.name) if pairs else None
+        parts[count] = Adapter(pairs, name=loaded.name, in_order=True) if pairs else None
     return parts[count]
 
 

@@ -1,0 +1,94 @@
+"""The linear layers of a family by the names that its files have, and which rows of each are which of the model's.
+
+    attn.c_attn                 ──▶ q, k and v, one after the other (GPT-2)
+    attention.query_key_value   ──▶ the rows of q, k and v by head (GPT-NeoX, Falcon)
+    self_attn.q_proj            ──▶ q, all rows (Llama)
+
+A family says once where its weights are (`Family.parts`); an adapter of such a matrix is cut as the matrix is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.models.config import ModelConfig
+from headway.models.families import FAMILIES, by_name
+from headway.models.families.family import Cut, Each, FirstOf, Part
+from headway.models.nested import OLDER_TEXT, TEXT
+from headway.models.weights.roles import HF_NAMES, SPLIT_QUERIES, part_of, parts_of
+from headway.models.weights.shapes import layer_shapes
+
+HEADS = ("lm_head", "embed_out")  # what folders call the output matrix
+
+
+class Share(NamedTuple):
+    """What a role has of a module's outputs: these rows, or all of them."""
+
+    role: str
+    rows: np.ndarray | None = None
+
+
+class Module(NamedTuple):
+    """A linear layer of the files: its matrix [N, K] and the roles that it is, one or more."""
+
+    shape: tuple[int, int]
+    shares: tuple[Share, ...]
+
+
+def layer_modules(config: ModelConfig, layer: int, *, gguf: bool) -> dict[str, Module]:
+    """The matrices of a layer, by what a folder or a GGUF file calls them after the layer; without those of experts."""
+    family = by_name(config.family)
+    fused = _modules(parts_of(family, gguf=gguf), config, layer)
+    return _modules(parts_of(family, (SPLIT_QUERIES,), gguf=gguf), config, layer) | fused if gguf else fused
+
+
+def layer_places() -> frozenset[str]:
+    """What stands before the number of a decoder's layer in the names of modules, in any family's folders."""
+    whole = {str(family.parts.get("layer", HF_NAMES["layer"])).partition("{")[0] for family in FAMILIES}
+    bare = {place.partition(".")[2] for place in whole}  # of a model without a head
+    outer = {f"{at}{place}" for at in (TEXT, OLDER_TEXT) for place in (*whole, *bare)}
+    return frozenset(whole | bare | outer)
+
+
+def _modules(parts: Mapping[str, Part], config: ModelConfig, layer: int) -> dict[str, Module]:
+    found: dict[str, Module] = {}
+    for role, shape in layer_shapes(config, layer).items():
+        part = part_of(parts, role) if len(shape) == 2 else None
+        if part is None or isinstance(part, Each):
+            continue
+        rows, outputs = None, shape[0]
+        if isinstance(part, Cut):
+            if (cut := _rows_of(part, config, shape[0])) is None:
+                continue
+            rows, outputs = cut
+        for name in _names(part):
+            known = found.get(name)
+            shares = () if known is None else known.shares
+            found[name] = Module((outputs, shape[1]), (*shares, Share(role, rows)))
+    return found
+
+
+def _rows_of(part: Cut, config: ModelConfig, count: int) -> tuple[np.ndarray, int] | None:
+    """The rows of a matrix that a part of it is, and how many the matrix has; None if it is not rows of a matrix."""
+    whole = part.shape(config)
+    if len(whole) != 2:
+        return None
+    for axis, numbered in ((0, (-1, 1)), (1, (1, -1))):  # stored as [N, K], or as [K, N]
+        taken = np.asarray(part.take(np.arange(whole[axis]).reshape(numbered), config))
+        if taken.shape == (count, 1):
+            return taken[:, 0], whole[axis]
+    return None
+
+
+def _names(part: Part) -> tuple[str, ...]:
+    match part:
+        case Cut(name) | str(name):
+            names: tuple[str, ...] = (name,)
+        case FirstOf(names):
+            pass
+        case Each():
+            names = ()
+    return tuple(name.removesuffix(".weight") for name in names)

@@ -1,0 +1,164 @@
+"""Adapters that peft makes of every family's own linear layers: the same logits, or refused by the layer's name."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers.pytorch_utils import Conv1D
+
+import headway as hw
+from support.checks import random_tokens
+from support.hf import save_hf
+from support.hf_families import CASES, LATENT_AND_CHUNKED, PER_LAYER, RECURRENT, family_model
+from support.lora import logits_of, save_lora, state_of, with_lora
+
+GROUPS = [group for groups in (CASES, RECURRENT, LATENT_AND_CHUNKED, PER_LAYER) for group in groups.values()]
+NAMES = [name for group in GROUPS for name in group]
+QUICK = ("gpt2", "gpt-neox", "falcon-new", "gptj", "phi3", "glm4")
+# What adapters do not change, by the end of its name; families whose logits are scaled or capped refuse the head, too.
+REFUSED = (
+    *("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"),
+    *("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj", "feed_forward.router"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("conv.in_proj", "conv.out_proj", "mixer.in_proj", "mixer.out_proj", "mamba.in_proj", "mamba.out_proj"),
+    *("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj", "linear_attn.in_proj_qkv"),
+    *("linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    *("correction_coefs", "prediction_coefs", "modality_router", "linear_left", "linear_right"),
+    *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
+    *("altup_projections.0", "altup_projections.1", "altup_projections.2"),
+    *("altup_unembed_projections.0", "altup_unembed_projections.1", "altup_unembed_projections.2", "router.proj"),
+)
+SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")  # the feed-forward of models without experts
+
+
+def linear_layers(model: torch.nn.Module) -> Iterator[str]:
+    """The names of every linear layer."""
+    return (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D))
+
+
+def adapted(model: Any, layers: Iterable[str]) -> PeftModel:
+    """The model under an adapter of these layers, as peft makes it of models that it does not know by their type: of
+    the others it refuses some, and makes experts' parameters of some."""
+    model = copy.deepcopy(model)
+    model.config.model_type = "unknown"
+    return with_lora(model, target_modules="|".join(re.escape(layer) for layer in layers))
+
+
+def logits(engine: hw.Engine, tokens: list[int], adapter: hw.Adapter) -> np.ndarray:
+    with engine.context() as context:
+        forward = context.forward().input(tokens).adapter(adapter)
+        handles = [forward.probe(i, hw.Logits()) for i in range(len(tokens))]
+        out = forward.execute().result()
+    return np.stack([out.logits(h) for h in handles])
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(found - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_every_linear_layer_gives_the_logits_of_peft(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = family_model(name)
+    folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
+    with hw.Engine(folder, dtype="float32", pages=16, threads=1) as engine:
+        taken, refused = split(model, engine)
+        for layer in {layer.rpartition(".")[2]: layer for layer in refused}.values():
+            shown = re.escape(layer.removeprefix("model.").removeprefix("backbone."))
+            with pytest.raises(hw.Unsupported, match=f"{shown}[. ,]"):
+                engine.load_adapter(hw.Adapter.from_tensors(state_of(adapted(model, [layer]))))
+    wrapped = adapted(model, taken)
+    adapter, expected = hw.Adapter.load(save_lora(tmp_path / "adapter", wrapped)), logits_of(wrapped, tokens)
+    for native, deterministic in (("auto", False), ("auto", True), ("off", False)):
+        monkeypatch.setenv("HEADWAY_NATIVE", native)
+        with hw.Engine(folder, dtype="float32", pages=16, threads=2, deterministic=deterministic) as engine:
+            close(logits(engine, tokens, adapter), expected)
+
+
+def split(model: Any, engine: hw.Engine) -> tuple[list[str], list[str]]:
+    """The linear layers that adapters may change, and the others."""
+    what = engine.config.description
+    ends = REFUSED + (("self_attn.q_proj",) if what.gated_attention else ()) + (SHARED if what.experts else ())
+    ends += () if engine.capabilities.adapts_head else ("lm_head",)
+    every = list(linear_layers(model))
+    return [layer for layer in every if not layer.endswith(ends)], [layer for layer in every if layer.endswith(ends)]
+
+
+def test_drafts_of_the_first_layers_are_made_under_the_same_rows(tmp_path: Path) -> None:
+    """The part of an adapter for the first layers is already cut, and in the model's order."""
+    _, model = family_model("glm4")
+    with torch.no_grad():  # the second layer adds nothing, so that the first drafts as the model draws
+        for linear in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
+            linear.weight.zero_()
+    first = [layer for layer in linear_layers(model) if ".0." in layer]
+    adapter, tokens = hw.Adapter.from_tensors(state_of(adapted(model, first))), random_tokens(97, 9)
+    drafter = hw.OwnLayers(1, adaptive=False)
+
+    async def program(engine: hw.Engine) -> hw.SpeculationStats | None:
+        async with engine.context().fill(tokens) as context:
+            generation = context.generate(hw.Argmax(), max_tokens=16, adapter=adapter, speculate=drafter)
+            await generation.tokens()
+            return generation.speculation
+
+    with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=32, threads=1) as engine:
+        stats = engine.run(program)
+    assert stats is not None
+    assert (stats.drafted > 0, stats.acceptance) == (True, 1.0)
+
+
+def test_names_of_a_text_model_inside_of_another_are_its_own(tmp_path: Path) -> None:
+    """As peft calls them where it wraps a model with images; what belongs to images is refused by its name."""
+    _, model = family_model("gemma3")
+    state = state_of(adapted(model, [l for l in linear_layers(model) if l != "lm_head"]))
+    own = hw.Adapter.from_tensors(state)
+    for outer in ("model.language_model.layers.", "language_model.model.layers.", "layers."):
+        renamed = {name.replace("model.layers.", outer): tensor for name, tensor in state.items()}
+        assert hw.Adapter.from_tensors(renamed).digest == own.digest
+    for other in ("model.vision_tower.encoder.layers.", "model.encoder.layers."):
+        renamed = {name.replace("model.layers.", other): tensor for name, tensor in state.items()}
+        with pytest.raises(hw.Unsupported, match=r"self_attn\.q_proj\.lora_A.*none of a decoder's linear layers"):
+            hw.Adapter.from_tensors(renamed)
+
+
+def test_an_adapter_of_another_family_is_refused_by_its_layers_name(tmp_path: Path) -> None:
+    _, model = family_model("phi3")
+    _, other = family_model("gpt2")
+    adapter = hw.Adapter.from_tensors(state_of(adapted(other, ["transformer.h.1.attn.c_attn"])))
+    with (
+        hw.Engine(save_hf(tmp_path, model), pages=8, threads=1) as engine,
+        pytest.raises(hw.Unsupported, match=r"layers\.1\.attn\.c_attn.*phi3 model has no linear layer of that name"),
+    ):
+        engine.load_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
+        {"target_modules": "all-linear", "rank_pattern": {"c_fc": 3}},
+        {"target_modules": ["c_attn"], "layers_to_transform": [1], "layers_pattern": "h"},
+        {"target_modules": ["c_attn"], "layers_to_transform": [0]},
+        {"target_modules": r"transformer\.h\.1\.mlp\.c_.*"},
+    ],
+    ids=["transposed", "all linear", "layers", "layers without a pattern", "pattern"],
+)
+def test_a_config_means_what_it_does_in_peft_for_modules_of_other_names(tmp_path: Path, config: dict[str, Any]) -> None:
+    _, model = family_model("gpt2")
+    tokens, wrapped = random_tokens(97, 9), with_lora(model, **config)
+    adapter = hw.Adapter.load(save_lora(tmp_path / "adapter", wrapped))
+    with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=8, threads=1) as engine:
+        close(logits(engine, tokens, adapter), logits_of(wrapped, tokens))
+        facts = wrapped.peft_config["default"].to_dict()
+        some = {name: t for name, t in state_of(wrapped).items() if "h.1." not in name}
+        if some and len(some) < len(state_of(wrapped)):
+            with pytest.raises(hw.BadModelFile, match=r"layers\.1\..*there are no weights"):
+                engine.load_adapter(hw.Adapter.from_tensors(some, facts))
