@@ -185,8 +185,10 @@ class Roles:
 
 
 def parts_of(family: Family, names: Collection[str] = (), *, gguf: bool) -> dict[str, Part]:
-    """Where a family's folders or GGUF files keep each weight, by role, and what goes before those of a layer. Files with
-    some of these names have q, k and v apart, or experts together, where others of the family do not."""
+    """Where a family's folders or GGUF files keep each weight, by role, and what goes before those of a layer.
+
+    Files with some of these names have q, k and v apart, or experts together, where others of the family do not.
+    """
     shared: Mapping[str, Part] = GGUF_PARTS if gguf else HF_PARTS
     own: Mapping[str, Part] = family.gguf_parts if gguf else family.parts
     if gguf and SPLIT_QUERIES in names:
