@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import threading
 import zipfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,17 @@ import headway as hw
 from headway.base.errors import InvalidInput, Unsupported
 from headway.sandbox import artifact
 from headway.sandbox.artifact import private_folder
-from headway.server.keys import Tenant
+from headway.server.errors import ApiError
+from headway.server.keys import ANYONE, Tenant, TenantLimits
 from headway.server.programs.output import ProgramOutput
 from headway.server.programs.programs import Programs
+from headway.server.programs.run import Run
+from headway.server.programs.store import InstalledPrograms
+from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 from headway.testing import random_model
 from support.live import Live
-from support.programs import ProgramServer, run_beside
+from support.programs import ProgramServer, run_beside, workers
 
 ROOT = Path(__file__).parents[2]
 API = """
@@ -188,9 +195,6 @@ def test_programs_are_installed_and_run_by_name(ann: ProgramServer, bob: Program
 
 
 def test_installed_programs_survive_the_server(tmp_path: Path) -> None:
-    from headway.server.keys import ANYONE
-    from headway.server.programs.store import InstalledPrograms
-
     settings = ServerSettings(program_dir=tmp_path)
     InstalledPrograms(settings).install(ANYONE, "kept", "x = 1")
     assert InstalledPrograms(settings).find(ANYONE, "kept") == "x = 1"
@@ -212,31 +216,85 @@ def test_quotas_are_those_of_a_key(ann: ProgramServer, bob: ProgramServer) -> No
     assert both.status == 400
 
 
-def test_cpu_time_is_counted_by_key_and_hour(guest: Path) -> None:
-    from headway.server.errors import ApiError
-    from headway.server.keys import ANYONE, TenantLimits
-    from headway.server.serving import Serving
+async def ended(run: Run) -> dict[str, Any]:
+    return [json.loads(event) async for event in run.output.follow()][-1]
 
-    async def ended(programs: Programs, tenant: Tenant, source: str) -> dict[str, Any]:
-        run = programs.start(tenant, source, {})
-        return [json.loads(event) async for event in run.output.follow()][-1]
 
-    async def trial(engine: hw.Engine) -> None:
-        settings = ServerSettings(programs="sandbox", max_key_cpu=0.3)
+def with_programs(trial: Callable[[Programs], Awaitable[None]], **limits: Any) -> None:
+    """Run something with the programs of a server beside a small engine."""
+
+    async def outer(engine: hw.Engine) -> None:
+        settings = ServerSettings(programs="sandbox", **limits)
         programs = await Programs.prepared(await Serving.of_engine(settings, engine), print)
         try:
-            end = await ended(programs, ANYONE, "async def main(engine):\n    while True: pass")
-            assert end["status"] == "stopped"
-            assert "0.3 seconds of CPU time" in end["error"]
-            with pytest.raises(ApiError, match="seconds of CPU time an hour"):
-                programs.start(ANYONE, "async def main(engine): pass", {})
-            other = Tenant("other", "salt", TenantLimits(program_cpu=5))
-            assert (await ended(programs, other, "async def main(engine): return 1"))["value"] == 1
+            await trial(programs)
         finally:
             await programs.close()
 
     with hw.Engine(random_model(), pages=16, threads=1) as engine:
-        asyncio.run(trial(engine))
+        asyncio.run(outer(engine))
+
+
+LOOPS = "async def main(engine):\n    while True: pass"
+WAITS = "async def main(engine): await engine.session.receive()"
+
+
+@pytest.mark.usefixtures("guest")
+def test_cpu_time_is_counted_by_key_and_hour() -> None:
+    async def trial(programs: Programs) -> None:
+        end = await ended(programs.start(ANYONE, LOOPS, {}))
+        assert end["status"] == "stopped"
+        assert "0.3 seconds of CPU time" in end["error"]
+        with pytest.raises(ApiError, match="seconds of CPU time an hour"):
+            programs.start(ANYONE, "async def main(engine): pass", {})
+        other = Tenant("other", "salt", TenantLimits(program_cpu=5))
+        assert (await ended(programs.start(other, "async def main(engine): return 1", {})))["value"] == 1
+
+    with_programs(trial, max_key_cpu=0.3)
+
+
+@pytest.mark.usefixtures("guest")
+def test_programs_at_once_share_the_cpu_time_of_their_key() -> None:
+    """However many run, together they use no more than the key has; what one leaves is there for the next."""
+
+    async def trial(programs: Programs) -> None:
+        waits = programs.start(ANYONE, WAITS, {})
+        loops = [programs.start(ANYONE, LOOPS, {}) for _ in range(2)]
+        assert [run.granted for run in (waits, *loops)] == pytest.approx([0.4, 0.4, 0.2])
+        with pytest.raises(
+            ApiError, match="those that run may use the rest; wait for one of them, or stop one"
+        ) as full:
+            programs.start(ANYONE, WAITS, {})
+        assert full.value.status == 429
+        used = [(await ended(run))["cpu_seconds"] for run in loops]
+        assert 0.5 < sum(used) < 1.0
+        waits.inbox.offer(None)
+        await ended(waits)
+        assert programs.start(ANYONE, WAITS, {}).granted > 0
+
+    with_programs(trial, max_key_cpu=1.0, max_program_cpu=0.4)
+
+
+@pytest.mark.usefixtures("guest")
+def test_a_program_whose_worker_is_lost_is_charged() -> None:
+    """Nobody can say what it has used: it has used what it could."""
+
+    before = workers()
+
+    async def trial(programs: Programs) -> None:
+        run = programs.start(ANYONE, WAITS.replace(" await", "\n    print('on')\n    await"), {})
+        events = run.output.follow()
+        assert json.loads(await anext(events))["text"] == "on\n"
+        await asyncio.sleep(0.5)
+        (worker,) = set(workers()) - set(before)
+        os.kill(worker, signal.SIGKILL)
+        end = [json.loads(event) async for event in events][-1]
+        assert end["error"] == "the process that starts programs has ended, and with it this program"
+        assert end["cpu_seconds"] == 0.4
+        with pytest.raises(ApiError, match=r"have used its 0\.4 seconds"):
+            programs.start(ANYONE, WAITS, {})
+
+    with_programs(trial, max_key_cpu=0.4, max_program_cpu=0.4)
 
 
 def test_a_program_runs_for_a_time_at_most(guest: Path) -> None:

@@ -21,9 +21,12 @@ SOURCE = Path(__file__).parents[2]
 
 
 class Ended:
-    """How a program's process ended: what the program said, its exit status, and the seconds of CPU time it used."""
+    """How a program's process ended: what the program said, its exit status, and the seconds of CPU time it used.
 
-    def __init__(self, outcome: dict[str, Any] | None, status: int, cpu: float) -> None:
+    The status is None where nobody knows how it ended, nor what it used: its worker is gone.
+    """
+
+    def __init__(self, outcome: dict[str, Any] | None, status: int | None, cpu: float) -> None:
         self.outcome, self.status, self.cpu = outcome, status, cpu
 
 
@@ -32,7 +35,7 @@ class Confined:
 
     def __init__(self, sandbox: Sandbox, number: int, session: socket.socket) -> None:
         self._sandbox, self.number, self.session = sandbox, number, session
-        self.exited: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+        self.exited: asyncio.Future[tuple[int | None, float]] = asyncio.get_running_loop().create_future()
         self._outcome: asyncio.Task[dict[str, Any] | None]
 
     async def kill(self) -> None:
@@ -145,7 +148,7 @@ class Sandbox:
         if not ready.done():
             ready.set_exception(HeadwayError("the sandbox's worker process could not start; its error is in the log"))
         for confined in self._running.values():
-            confined.exited.set_result((-1, 0.0))
+            confined.exited.set_result((None, 0.0))
         self._running.clear()
 
 

@@ -89,7 +89,7 @@ class ServerSettings:
     max_program_bytes: int = 256 << 10  # of a program's source
     max_program_memory: int = 256 * MIB  # of one program
     max_program_cpu: float = 60.0  # seconds of CPU time of one program
-    max_key_cpu: float = 600.0  # the same of all programs of one key within an hour
+    max_key_cpu: float = 960.0  # the same of all programs of one key within an hour, and of those that run
     max_program_seconds: float = 3600.0  # from a program's start to its end
     max_program_output: int = MIB  # bytes kept of what one program prints and sends
     max_kept_programs: int = 64  # programs of one key that have ended, with their output

@@ -66,22 +66,23 @@ class Programs:
                 f"this key has {running} programs running and may have {most}; wait, or stop one",
                 code="queue_full",
             )
-        cpu = self._cpu_left(tenant)
-        run = Run(self, tenant, name, settings)
+        granted = min(settings.max_program_cpu, self._cpu_left(tenant))
+        run = Run(self, tenant, name, settings, granted)
         self._runs[run.id] = run
-        limits = ProgramLimits(settings.max_program_memory, min(settings.max_program_cpu, cpu), settings.max_body_bytes)
+        limits = ProgramLimits(settings.max_program_memory, granted, settings.max_body_bytes)
         run.task = asyncio.create_task(self._run(run, source, args, limits))
         logs.info("program started", tenant=tenant.name, program=run.id, **({"name": name} if name else {}))
         return run
 
     def _cpu_left(self, tenant: Tenant) -> float:
-        """Seconds of CPU time that a key may still use within the hour; raises when there are none."""
+        """Seconds of CPU time that a key may still use within the hour, besides what its running programs may; raises
+        when there are none."""
         most = tenant.limits.program_cpu or self._serving.settings.max_key_cpu
         used, now = self._used.setdefault(tenant.name, deque()), time.monotonic()
         while used and used[0][0] < now - HOUR:
             used.popleft()
-        left = most - sum(seconds for _, seconds in used)
-        if left <= 0:
+        spent, granted = sum(seconds for _, seconds in used), sum(run.granted for run in self.runs(tenant))
+        if spent >= most:
             wait = int(used[0][0] + HOUR - now) + 1
             raise ApiError(
                 429,
@@ -89,7 +90,21 @@ class Programs:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(wait)},
             )
-        return left
+        if spent + granted >= most:
+            raise ApiError(
+                429,
+                f"the programs of this key have used {spent:g} of its {most:g} seconds of CPU time an hour, and those "
+                "that run may use the rest; wait for one of them, or stop one",
+                code="queue_full",
+            )
+        return most - spent - granted
+
+    def _charge(self, run: Run, ended: Ended) -> None:
+        """Count what a program has used against the quota of its key, instead of what it was granted."""
+        if ended.status is None or (ended.outcome is None and self.confinement != "WebAssembly"):
+            ended.cpu = max(ended.cpu, min(run.granted, run.elapsed))  # nobody knows what it has used
+        self._used.setdefault(run.tenant.name, deque()).append((time.monotonic(), ended.cpu))
+        run.granted = 0.0
 
     async def _run(self, run: Run, source: str, args: dict[str, Any], limits: ProgramLimits) -> None:
         """From its process's start to the release of everything it held."""
@@ -102,7 +117,7 @@ class Programs:
         timer = asyncio.get_running_loop().call_later(
             settings.max_program_seconds, run.stop, f"it ran longer than {settings.max_program_seconds:g} seconds"
         )
-        ended = Ended(None, -1, 0.0)
+        ended = Ended(None, None, 0.0)
         reason = None
         try:
             confined = await self._sandbox.start(source, args, limits)
@@ -110,8 +125,6 @@ class Programs:
             session = asyncio.create_task(self._serve_session(run, confined))
             try:
                 ended = await confined.ended()
-                if ended.outcome is None and self.confinement != "WebAssembly":  # nobody knows what it has used
-                    ended.cpu = max(ended.cpu, min(limits.cpu, run.elapsed))
                 reason = await session
             finally:
                 stopper.cancel()
@@ -121,7 +134,7 @@ class Programs:
         finally:
             timer.cancel()
             self._serving.cancels.discard(cancel)
-            self._used.setdefault(run.tenant.name, deque()).append((time.monotonic(), ended.cpu))
+            self._charge(run, ended)
             await run.finish(_outcome(run, ended, reason), ended.cpu)
             logs.info("program ended", tenant=run.tenant.name, program=run.id, status=run.status, cpu=ended.cpu)
             self._forget_old(run.tenant)
@@ -199,6 +212,8 @@ def _outcome(run: Run, ended: Ended, reason: str | None) -> dict[str, Any]:
         return {"stopped": reason}
     if ended.outcome is not None:
         return ended.outcome
+    if ended.status is None:
+        return {"stopped": "the process that starts programs has ended, and with it this program"}
     if ended.status in OUT_OF_CPU:
         return {"stopped": "it used more CPU time than it may"}
     how = f"by signal {-ended.status}" if ended.status < 0 else f"with status {ended.status}"

@@ -68,11 +68,14 @@ class Messages:
 class Run:
     """A program that runs, or has run."""
 
-    def __init__(self, programs: Programs, tenant: Tenant, name: str | None, settings: ServerSettings) -> None:
+    def __init__(
+        self, programs: Programs, tenant: Tenant, name: str | None, settings: ServerSettings, granted: float
+    ) -> None:
         self.id = f"program-{secrets.token_hex(8)}"
         self.programs, self.tenant, self.name = programs, tenant, name
         self.status = "running"  # returned, raised or stopped at the end
         self.created, self._began = int(time.time()), time.monotonic()
+        self.granted = granted  # seconds of CPU time that it may use; 0 once they are charged
         self.seconds = self.cpu = 0.0
         self.value: Any = None
         self.error: str | None = None
