@@ -210,6 +210,14 @@ def test_command_r_splits_as_its_own_tokenizer():
         ("deepseek-llm", "ab 123\nc!", ["ab", "Ġ", "123", "Ċ", "c", "!"]),
         ("deepseek-coder", "ab 12", ["ab", "Ġ", "1", "2"]),
         ("deepseek-v3", "ab 1234 (x", ["ab", "Ġ", "123", "4", "Ġ(", "x"]),
+        *((pre, "DON'T 12345!\n\nx", ["DON", "'T", "Ġ", "123", "45", "!ĊĊ", "x"]) for pre in ("glm4", "chatglm-bpe")),
+        ("stablelm2", "DON'T 12!\n\nx", ["DON", "'T", "Ġ", "1", "2", "!ĊĊ", "x"]),
+        ("kimi-k2", "don't 1234 abCé", ["don't", "Ġ", "123", "4", "Ġab", "CÃ©"]),
+        ("seed-coder", "ab 12!\n\nx", ["ab", "Ġ", "1", "2", "!", "ĊĊ", "x"]),
+        ("minicpm5", "ab 12345x", ["ab", "Ġ", "123", "45", "x"]),
+        ("youtu", "don't 12 abC", ["don't", "Ġ", "1", "2", "Ġab", "C"]),
+        ("viking", "don't 12,  x", ["don't", "Ġ", "1", "2", ",Ġ", "Ġx"]),
+        ("minerva-7b", "a\n  12", ["a", "ĊĠĠ", "1", "2"]),
     ],
 )
 def test_words_of_each_pre_tokenizer(pre, text, words):
@@ -225,8 +233,15 @@ def test_every_pre_tokenizer_keeps_the_text(pre):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_qwen2_composes_characters_as_its_own_tokenizer_does():
-    assert built(byte_metadata(pre="qwen2")).encode("e\u0301") == built(byte_metadata(pre="qwen2")).encode("é")
+def test_chinese_characters_are_words_of_their_own_for_kimi():
+    splitter = built(byte_metadata(pre="kimi-k2")).backend.pre_tokenizer
+    assert splitter is not None
+    assert [span for _, span in splitter.pre_tokenize_str("ab我想 c")] == [(0, 2), (2, 4), (4, 6)]
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "stablelm2"])
+def test_characters_are_composed_as_the_models_own_tokenizer_does(pre):
+    assert built(byte_metadata(pre=pre)).encode("e\u0301") == built(byte_metadata(pre=pre)).encode("é")
     assert built(byte_metadata(pre="gpt-2")).encode("e\u0301") != built(byte_metadata(pre="gpt-2")).encode("é")
 
 

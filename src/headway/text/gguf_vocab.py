@@ -107,26 +107,48 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# Without Chinese characters, which are words of their own.
+_KIMI_UPPER, _KIMI_LOWER = (rf"[{letters}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = (
+    r"[\p{Han}]+"
+    f"|{_LEAD}{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_CODER = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _TAIL
+_MINICPM5 = (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+"))
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+    _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+_VIKING = (" ?[^(\\s|.,!?…。，、।۔،)]+", r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer(_DEFAULT),
-    **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((GPT2,))),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "trillion", "granite-docling"), PreTokenizer((GPT2,))
+    ),
     **dict.fromkeys(("olmo", "mpt"), PreTokenizer((GPT2,), nfc=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), PreTokenizer((DIGITS, GPT2))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), PreTokenizer((DIGITS, GPT2))),
     "command-r": PreTokenizer((DIGITS, GPT2), nfc=True),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"),
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer((_QWEN2,), nfc=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2", "stablelm2"), PreTokenizer((_QWEN2,), nfc=True)),
+    **dict.fromkeys(("megrez", "kormo"), PreTokenizer((_QWEN2,))),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer((_GPT4O,))),
+    "kimi-k2": PreTokenizer((_KIMI,)),
+    "seed-coder": PreTokenizer((_SEED_CODER,)),
+    "minicpm5": PreTokenizer(_MINICPM5, ignore_merges=True),
+    "youtu": PreTokenizer(_YOUTU, ignore_merges=True),
+    "viking": PreTokenizer(_VIKING),
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
-    "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
+    **dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(_DEEPSEEK_V3)),
     "falcon": PreTokenizer((FALCON,)),
 }
 
