@@ -1,8 +1,8 @@
 """Where a long text may be cut so that the tokens of its parts are those of the whole.
 
 Byte-level tokenizers split a text into words first, from left to right, and merge nothing across words. So a text may
-be cut where a word begins that is not after a space. With rules that look behind, or put something in front of a text,
-it is not cut.
+be cut where a word begins that is not after a space. With rules that look behind, or ahead for more than spaces, or put
+something in front of a text, it is not cut.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ PART = 8192  # characters that are split into words in one call, which holds the
 LONGEST = 16 * PART  # characters in which a cut is looked for; a text without one is one part
 MARGIN = 16  # characters behind a cut that were seen: rules look ahead by a few
 _ASCII = re.compile("[\x00-\x7f]")
+_SPACE_ENDS = r"(?!\S)"  # no word ends with a space where a text is cut
+_LOOKS = re.compile(r"\(\?<?[=!]|\\[bB]")  # behind or ahead
 LOCAL = ("ByteLevel", "Digits", "Punctuation", "Split", "Whitespace", "WhitespaceSplit")
 
 
@@ -30,8 +32,8 @@ def cuts_anywhere(pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer | None) 
 def _is_local(step: dict[str, Any]) -> bool:
     if step["type"] == "Sequence":
         return all(map(_is_local, step["pretokenizers"]))
-    looks_behind = "(?<" in str(step.get("pattern", {}).get("Regex", ""))
-    return step["type"] in LOCAL and not step.get("add_prefix_space") and not looks_behind
+    rule = str(step.get("pattern", {}).get("Regex", "")).replace(_SPACE_ENDS, "")
+    return step["type"] in LOCAL and not step.get("add_prefix_space") and not _LOOKS.search(rule)
 
 
 def parts_of(text: str, words: tokenizers.pre_tokenizers.PreTokenizer, size: int = PART) -> Iterator[str]:

@@ -237,6 +237,7 @@ class Tokenizer:
             table = byte_of_character()
             return bytes(table[c] for c in name) if all(c in table for c in name) else name.encode()
         if self.decoding.kind == "spaces":
+            name = self.backend.id_to_token(id) or name  # an added token may be normalized, ▁ in front
             byte = _byte_token(name) if self.decoding.byte_fallback else None
             return name.replace(SPACE, " ").encode() if byte is None else byte
         return self.backend.decode([id], skip_special_tokens=False).encode()
