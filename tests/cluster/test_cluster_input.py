@@ -68,7 +68,11 @@ def test_workers_need_a_cluster(tmp_path: Path):
     [
         (["--max-replicas", "2"], "--replicas N"),
         (["--ray", "auto"], "--replicas N"),
+        (["--routing", "round_robin"], "--replicas N"),
+        (["--app", "mine"], "--replicas N"),
         (["--replicas", "2", "--update"], "--ray"),
+        (["--replicas", "2", "--target-requests", "4"], "--max-replicas N"),
+        (["--replicas", "2", "--max-replicas", "4", "--scale-down-after", "-1"], "scale_down_after is -1.0"),
         (["--replicas", "0"], "replicas"),
         (["--replicas", "2", "--max-replicas", "1"], "max_replicas"),
         (["--replicas", "2", "--session-socket", "x"], "--session-socket"),

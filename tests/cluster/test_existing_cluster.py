@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from headway.cluster.leases import ROUTE_SECONDS
+from headway.server.keys import add_key
 from support.many_models import model_folders
 from support.replicas import RayCluster, ServerProcess, users
 from support.small import small_folder
@@ -90,9 +94,14 @@ def test_a_model_is_replaced_under_load(started: Any, ray_cluster: RayCluster, m
 
 
 @pytest.mark.slow
-def test_replicas_come_with_requests_and_go_without(started: Any, models: dict[str, Path]):
-    limits = ("--replicas", "1", "--max-replicas", "2", "--target-requests", "1")
-    server = started("--model", str(models["one"]), "--app", "scaling", *limits)
+def test_replicas_come_with_requests_and_go_without(started: Any, models: dict[str, Path], tmp_path: Path):
+    """With keys, of which nothing stays behind."""
+    left, limits = set(key_files()), ("--replicas", "1", "--max-replicas", "2", "--target-requests", "1")
+    key = add_key(tmp_path / "keys.json", "ann")
+    one = ("--model", str(models["one"]), "--app", "scaling", "--keys", str(tmp_path / "keys.json"))
+    server = started(*one, *limits, "--scale-down-after", "1")
+    assert server.call("/v1/models")[0] == 401
+    server.key = key
     assert len(server.replicas(1)) == 1
     stop = threading.Event()
 
@@ -110,15 +119,66 @@ def test_replicas_come_with_requests_and_go_without(started: Any, models: dict[s
         for thread in threads:
             thread.join(PATIENCE)
     assert text(server)
+    assert len(server.replicas(1)) == 1
+    assert text(server)
+    assert set(key_files()) <= left
+
+
+def key_files() -> Iterator[Path]:
+    return Path(tempfile.gettempdir()).glob("headway-keys-*")
+
+
+@pytest.mark.slow
+def test_a_full_queue_is_said_at_once(started: Any, models: dict[str, Path]):
+    few = ("--limit", "max_queue_requests=2", "--limit", "max_sessions=1")
+    server = started("--model", str(models["one"]), "--app", "full", "--replicas", "1", *few)
+    expected, found = text(server), []
+    body = {"messages": users("Say many words."), "max_tokens": 2000, "ignore_eos": True}
+
+    def ask() -> None:
+        begun = time.monotonic()
+        found.append((*server.answer("/v1/chat/completions", body), time.monotonic() - begun))
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(found) == 12
+    refused = [one for one in found if one[0] != 200]
+    assert len(refused) >= 6
+    for status, headers, answer, seconds in refused:
+        # What the front cannot queue, and what it has sent to a replica that was as full.
+        assert (status, answer["error"]["code"]) in ((503, "busy"), (429, "queue_full")), answer
+        assert int(headers["retry-after"]) >= 1
+        assert seconds < ROUTE_SECONDS / 2, answer  # nobody waits for a replica that there is not
+    assert text(server) == expected
 
 
 @pytest.mark.slow
 def test_a_replica_on_two_ranks_answers_as_one_on_one(started: Any, tmp_path: Path):
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 4096}
+    """If one of its ranks dies, its engine is dead: the replica says so, and another takes its place."""
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 4096,
+    }
     dense = ("--model", str(small_folder(tmp_path, **heads)), "--dtype", "float32", "--replicas", "1")
     alone = started(*dense, "--app", "whole")
     split = started(*dense, "--app", "split", "--tensor-parallel", "2")
-    assert text(split) == text(alone)
+    expected = text(alone)
+    assert text(split) == expected
+    (before,) = split.replicas(1)
+    (rank,) = psutil.Process(before["pid"]).children()
+    rank.kill()
+    deadline = time.monotonic() + PATIENCE
+    while before["replica"] in {one["replica"] for one in split.replicas(None)}:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    (after,) = split.replicas(1)
+    assert after["pid"] != before["pid"]
+    assert text(split) == expected
 
 
 @pytest.mark.slow

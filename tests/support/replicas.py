@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from email.message import Message
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,15 +63,20 @@ class ServerProcess:
             self.process.kill()
 
     def call(self, path: str, body: Any = None) -> tuple[int, Any]:
+        status, _, answer = self.answer(path, body)
+        return status, answer
+
+    def answer(self, path: str, body: Any = None) -> tuple[int, Message, Any]:
+        """The status, the headers and the body of a response."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-                status, raw = response.status, response.read()
+                status, headers, raw = response.status, response.headers, response.read()
         except urllib.error.HTTPError as error:
-            status, raw = error.code, error.read()
-        return status, raw if raw.startswith(b"data:") or raw.startswith(b"#") else json.loads(raw)
+            status, headers, raw = error.code, error.headers, error.read()
+        return status, headers, raw if raw.startswith(b"data:") or raw.startswith(b"#") else json.loads(raw)
 
     def chat(self, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
         body = {"messages": messages, "max_tokens": 8, "temperature": 0, **more}
@@ -78,11 +84,13 @@ class ServerProcess:
         assert status == 200, response
         return response
 
-    def replicas(self, count: int = 2) -> list[dict[str, Any]]:
+    def replicas(self, count: int | None = 2) -> list[dict[str, Any]]:
+        """The replicas, once there are so many; those of now, for None."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             found = self.call("/replicas")[1]["replicas"]
-            if len(found) == count and all(one["state"] == "ready" for one in found):
+            ready = all(one["state"] == "ready" for one in found)
+            if count is None or (ready and len(found) == count):
                 return found
             assert time.monotonic() < deadline, found
             time.sleep(0.5)

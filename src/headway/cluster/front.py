@@ -128,6 +128,8 @@ class Front:
                 return answer
             refused = answer
             route = replace(route, avoid=route.avoid | {answer.replica})
+            if BOOK.replicas is not None and not BOOK.replicas - route.avoid:
+                break  # nobody else could take it
         if refused is not None:
             return refused
         raise ApiError(503, f"{ATTEMPTS} replicas were lost; send the request again", code="replica_lost",

@@ -60,6 +60,7 @@ class LeaseBook:
         self._requests: dict[int, RouteRequest] = {}
         self._choices: dict[int, RouteChoice] = {}
         self.leases: Counter[str] = Counter()  # of this front, by replica
+        self.replicas: frozenset[str] | None = None  # that exist, as the router was last told; None until it is
 
     def write(self, request: RouteRequest) -> int:
         with self._lock:
@@ -123,7 +124,8 @@ async def leased(handle: Any, request: RouteRequest, *, seconds: float = ROUTE_S
         yield HeldLease(Lease(**given, pages=choice.pages), stream)
     finally:
         BOOK.end(number)
-        stream.cancel()
+        with suppress(Exception):  # of a request that was refused, Ray raises the refusal again
+            stream.cancel()
 
 
 @dataclass(eq=False)

@@ -31,7 +31,7 @@ class WarmRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         now, names = time.monotonic(), [_name(replica) for replica in replicas]
-        self._table.set_replicas(names)
+        self._set_replicas(names)
         self._packed = {name: data for name, data in self._packed.items() if name in set(names)}
         self._others, self._unavailable = {}, set()
         for replica in replicas:
@@ -43,7 +43,11 @@ class WarmRouter(RequestRouter):
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._table.set_replicas([_name(replica) for replica in self.curr_replicas.values()])
+        self._set_replicas([_name(replica) for replica in self.curr_replicas.values()])
+
+    def _set_replicas(self, names: list[str]) -> None:
+        self._table.set_replicas(names)
+        leases.BOOK.replicas = frozenset(names)
 
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_unavailable(replica_id)

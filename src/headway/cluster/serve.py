@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headway.base.checks import check_integer
+from headway.base.checks import check_integer, check_number
 from headway.base.dataclass import dataclass
 from headway.base.errors import Closed, InvalidInput
 from headway.cluster.connect import cluster, need_ray
@@ -45,6 +45,7 @@ class ReplicaOptions:
     replicas: int
     max_replicas: int | None = None
     target_requests: int = 16  # under way on a replica, that scaling aims for
+    scale_down_after: float = 600.0  # seconds with too little to do, after which a replica is stopped
     cpus: float = 1.0
     gpus: float = 0.0
     devices: int = 1  # of one replica: its tensor-parallel ranks, on one node
@@ -54,6 +55,8 @@ class ReplicaOptions:
     def __post_init__(self) -> None:
         check_integer(self.replicas, "replicas", 1, 100_000)
         check_integer(self.target_requests, "target_requests", 1)
+        if check_number(self.scale_down_after, "scale_down_after") < 0:
+            raise InvalidInput(f"scale_down_after is {self.scale_down_after}; it must be a number of seconds from 0 up")
         check_integer(self.devices, "tensor_parallel", 1, 64)
         if self.rule not in RULES:
             raise InvalidInput(f"routing is {self.rule!r}; it must be {' or '.join(RULES)}")
@@ -124,7 +127,10 @@ def deploy(plan: ReplicaPlan, options: ReplicaOptions) -> None:
     scaled: dict[str, Any] = {"num_replicas": options.replicas}
     if most > options.replicas:
         bounds = AutoscalingConfig(
-            min_replicas=options.replicas, max_replicas=most, target_ongoing_requests=options.target_requests
+            min_replicas=options.replicas,
+            max_replicas=most,
+            target_ongoing_requests=options.target_requests,
+            downscale_delay_s=options.scale_down_after,
         )
         scaled = {"num_replicas": "auto", "autoscaling_config": bounds}
     router: Any = RequestRouterConfig  # its fields, which pyright does not see

@@ -52,6 +52,7 @@ from headway.cli.serve.flags import (
     Rerank,
     RootPath,
     Routing,
+    ScaleDownAfter,
     SessionSocket,
     Snapshots,
     StepMs,
@@ -116,6 +117,7 @@ def serve(
     replicas: Replicas = None,
     max_replicas: MaxReplicas = None,
     target_requests: TargetRequests = 16,
+    scale_down_after: ScaleDownAfter = 600.0,
     ray: RayAddress = None,
     app: AppName = "headway",
     update: Update = False,
@@ -189,8 +191,10 @@ def serve(
     )
     if otel is not None:
         need_opentelemetry()
-    if replicas is None and (max_replicas or ray or update):
-        raise InvalidInput("--max-replicas, --ray and --update are about replicas; give --replicas N too")
+    scaled: dict[str, Any] = {"target_requests": target_requests, "scale_down_after": scale_down_after}
+    _check_replica_flags(
+        replicas, scaled, {"app": app, "rule": routing}, max_replicas=max_replicas, others=bool(ray) or update
+    )
     if replicas is not None and several is not None:
         raise InvalidInput("--replicas serves one model; start a server of its own for each of the others")
     sizes = {"pages": pages, "max_batch_tokens": max_batch_tokens, "step_ms": step_ms, "snapshots": snapshots}
@@ -204,7 +208,7 @@ def serve(
         if replicas is not None:
             code = _serve_replicas(
                 ReplicaPlan(only, settings, open_engine, open_pooling, open_drafter, _lab),
-                ReplicaOptions(replicas, max_replicas, target_requests, **_resources(one), app=app, rule=routing),
+                ReplicaOptions(replicas, max_replicas, **scaled, **_resources(one), app=app, rule=routing),
                 ray,
                 update=update,
             )
@@ -237,6 +241,31 @@ def _lab() -> Sequence[Any]:
     from headway.server import lab
 
     return [lab.router]
+
+
+def _check_replica_flags(
+    replicas: int | None,
+    scaled: dict[str, Any],
+    placed: dict[str, Any],
+    *,
+    max_replicas: int | None,
+    others: bool,
+) -> None:
+    """Refuse flags that would do nothing."""
+    if replicas is None and (max_replicas or others or _changed({**scaled, **placed})):
+        raise InvalidInput(
+            "--max-replicas, --target-requests, --scale-down-after, --ray, --app, --update and --routing are about "
+            "replicas; give --replicas N too"
+        )
+    if max_replicas is None and _changed(scaled):
+        raise InvalidInput("--target-requests and --scale-down-after are about scaling; give --max-replicas N too")
+
+
+def _changed(given: dict[str, Any]) -> bool:
+    """Whether any of these is not as replicas have it without a flag."""
+    from headway.cluster.serve import ReplicaOptions
+
+    return any(getattr(ReplicaOptions, name) != value for name, value in given.items())
 
 
 def _resources(options: EngineOptions) -> dict[str, Any]:

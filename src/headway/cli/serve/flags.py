@@ -171,6 +171,10 @@ MaxReplicas = Annotated[
 TargetRequests = Annotated[
     int, replica_flag("--target-requests", **INTEGER, help="Requests under way on each replica that scaling aims for.")
 ]
+ScaleDownAfter = Annotated[
+    float,
+    replica_flag("--scale-down-after", **NUMBER, help="Seconds with too little to do, after which a replica goes."),
+]
 RayAddress = Annotated[
     str | None,
     replica_flag(
