@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 import headway as hw
 from support.checks import random_tokens
+from support.gguf_families import write_family, write_family_lora
 from support.hf import save_hf
 from support.hf_families import CASES, LATENT_AND_CHUNKED, PER_LAYER, RECURRENT, family_model
 from support.lora import logits_of, save_lora, state_of, with_lora
@@ -91,6 +92,30 @@ def split(model: Any, engine: hw.Engine) -> tuple[list[str], list[str]]:
     ends += () if engine.capabilities.adapts_head else ("lm_head",)
     every = list(linear_layers(model))
     return [layer for layer in every if not layer.endswith(ends)], [layer for layer in every if layer.endswith(ends)]
+
+
+GGUF_QUICK = ("gpt2", "falcon", "phi3", "granite")
+GGUF_SLOW = (
+    *("gemma2-head-scale", "gemma3-pattern", "phi", "olmo2", "olmo3", "smollm3-every-fourth", "cohere2-pattern"),
+    *("stablelm", "gpt-neox", "falcon-new", "starcoder2", "glm", "glm4", "mixtral", "qwen2-moe", "qwen3-moe"),
+    *("granite-moe", "llama4-published", "gemma4"),
+)
+
+
+@pytest.mark.parametrize("name", [*GGUF_QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in GGUF_SLOW)])
+def test_a_gguf_adapter_is_the_peft_adapter(name: str, tmp_path: Path) -> None:
+    """Over a GGUF model and over a folder, whose rows and names are others."""
+    _, model = family_model(name)
+    folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
+    file = write_family(tmp_path / "model.gguf", folder, model)
+    with hw.Engine(folder, dtype="float32", pages=16, threads=1) as engine:
+        taken, _ = split(model, engine)
+    wrapped = adapted(model, taken)
+    expected, given = logits_of(wrapped, tokens), tmp_path / "adapter.gguf"
+    adapter = hw.Adapter.load(write_family_lora(given, state_of(wrapped), model.config, alpha=6.0))
+    for path in (folder, file):
+        with hw.Engine(path, dtype="float32", pages=16, threads=1) as engine:
+            close(logits(engine, tokens, adapter), expected)
 
 
 def test_drafts_of_the_first_layers_are_made_under_the_same_rows(tmp_path: Path) -> None:

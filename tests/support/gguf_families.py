@@ -85,6 +85,30 @@ def write_family(
     return path
 
 
+def write_family_lora(path: Path, state: dict[str, Tensor], config: Any, *, alpha: float) -> Path:
+    """An adapter's tensors, by PEFT's names, as a GGUF file: B's rows lie as those of the weights."""
+    c = _flat(config)
+    arch = ARCHS[c.model_type]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    table = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
+    for name in (name for name in state if ".lora_B." in name):
+        module = name.removeprefix("base_model.model.").partition(".lora_B.")[0]
+        b = state[name].t() if c.model_type == "gpt2" and module != "lm_head" else state[name]
+        ((_, rows),) = _converted({f"{module}.weight": b}, c)
+        target = table.get_name(module)
+        assert target is not None, module
+        for side, tensor in (("a", state[name.replace(".lora_B.", ".lora_A.")]), ("b", rows)):
+            writer.add_tensor(f"{target}.weight.lora_{side}", tensor.detach().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _flat(c: Any) -> Any:
     """The config; that of layers with heads of their own as the converter reads it, with the heads of each."""
     if c.model_type != "gemma4_text":
