@@ -15,9 +15,11 @@ import pytest
 import headway as hw
 from headway.base.errors import InvalidInput, Unsupported
 from headway.sandbox.confinement import confinement
+from headway.server.errors import ApiError
+from headway.server.keys import ANYONE
 from headway.server.logs import LOGGER
 from headway.server.models import ModelSources
-from headway.server.programs.programs import open_programs
+from headway.server.programs.programs import Programs, open_programs
 from headway.server.serving import Serving
 from headway.server.settings import ServerSettings
 from headway.testing import random_model
@@ -80,6 +82,22 @@ def test_a_process_has_threads_and_messages_and_is_confined(monkeypatch: pytest.
         assert not value["network"]
         assert value["processes"] <= 3
         assert value["pid"] < 10
+
+
+def test_a_source_is_read_in_a_process_before_it_is_kept() -> None:
+    async def trial(engine: hw.Engine) -> None:
+        settings = ServerSettings(programs="process", unconfined=True)
+        programs = await Programs.prepared(await Serving.of_engine(settings, engine), print)
+        try:
+            await programs.install(ANYONE, "kept", "import os\nos._exit(3)")  # it is read, not run
+            assert programs.installed.find(ANYONE, "kept").endswith("_exit(3)")
+            with pytest.raises(ApiError, match="not valid Python: invalid syntax"):
+                await programs.install(ANYONE, "broken", "def")
+        finally:
+            await programs.close()
+
+    with hw.Engine(random_model(), pages=16, threads=1) as engine:
+        asyncio.run(trial(engine))
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,12 @@ def main() -> None:
     os._exit(0)
 
 
-def _run(text: str, args: dict[str, object], limits: ProgramLimits) -> dict[str, str]:
+def _run(text: str, args: dict[str, object] | None, limits: ProgramLimits) -> dict[str, str]:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
+        if args is None:
+            return {"returned": source.check(text)}
         value = source.run(text, json.dumps(args), ProgramEngine(f"fd:{SESSION}"), loop)
     except source.Raised as raised:
         return {"raised": str(raised)}

@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,20 @@ class Sandbox:
             loop.add_reader(own, self._receive)
         await asyncio.shield(self._ready)
 
-    async def start(self, source: str, args: dict[str, Any], limits: ProgramLimits) -> Confined:
-        """Start a program."""
+    async def read(self, source: str, limits: ProgramLimits, seconds: float) -> Ended:
+        """Whether a source is Python at all: read where a program would run, so that a hang or a crash harms nobody."""
+        confined = await self.start(source, None, limits)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    return await confined.ended()
+        finally:
+            await confined.kill()
+            confined.session.close()
+        return await confined.ended()
+
+    async def start(self, source: str, args: dict[str, Any] | None, limits: ProgramLimits) -> Confined:
+        """Start a program; one without arguments is read, and not run."""
         await self.open()
         session, its_session = socket.socketpair()
         control, its_control = socket.socketpair()

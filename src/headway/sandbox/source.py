@@ -67,6 +67,15 @@ def run(source: str, args: str, engine: ProgramEngine, loop: asyncio.AbstractEve
             engine.session._flush()
 
 
+def check(source: str) -> str:
+    """Whether it is Python at all, without running any of it: raises `Raised` with what is wrong."""
+    try:
+        compile(source, FILE, "exec")
+    except Exception as error:
+        raise Raised(str(error) or type(error).__name__) from None
+    return "null"
+
+
 def _main(source: str) -> Any:
     module = sys.modules["program"] = types.ModuleType("program")  # not __main__: that part is for running it by itself
     linecache.cache[FILE] = (len(source), None, source.splitlines(True), FILE)

@@ -16,13 +16,14 @@ from headway.server import logs
 from headway.server.errors import ApiError, bad_request
 from headway.server.keys import Tenant
 from headway.server.programs.run import Messages, Run
-from headway.server.programs.store import InstalledPrograms
+from headway.server.programs.store import InstalledPrograms, check_source
 from headway.server.sessions.sockets import UnixLink
 
 if TYPE_CHECKING:
     from headway.server.serving import Serving
 
 HOUR = 3600.0
+READ_SECONDS = 20.0  # that reading a source may take before it is installed
 OUT_OF_CPU = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # exit statuses: a process's own, and bubblewrap's for it
 ENDED = ("bye", "lost")  # reasons of a session that end with its program
 
@@ -34,6 +35,8 @@ class Programs:
         self._serving, self._sandbox, self.confinement = serving, sandbox, confinement
         self._runs: dict[str, Run] = {}  # oldest first
         self._used: dict[str, deque[tuple[float, float]]] = {}  # of a key: when, seconds of CPU time
+        self._reading_turn = asyncio.Lock()
+        self._reading = ("", 0.0)  # whose source is read before it is kept, and what that may use
         self.installed = InstalledPrograms(serving.settings)
 
     @classmethod
@@ -51,11 +54,7 @@ class Programs:
     def start(self, tenant: Tenant, source: str, args: dict[str, Any], name: str | None = None) -> Run:
         """Start a program of a key; raises an `ApiError` when that exceeds its quotas."""
         settings = self._serving.settings
-        size = len(source.encode(errors="surrogatepass"))
-        if size > settings.max_program_bytes:
-            raise bad_request(
-                f"the program has {size} bytes; max_program_bytes is {settings.max_program_bytes}", "source"
-            )
+        check_source(source, settings)
         if (state := self._serving.state) != "ready":
             raise ApiError(503, f"the server is {state}; programs cannot be started", code=state)
         most = tenant.limits.max_programs or settings.max_programs
@@ -74,6 +73,30 @@ class Programs:
         logs.info("program started", tenant=tenant.name, program=run.id, **({"name": name} if name else {}))
         return run
 
+    async def install(self, tenant: Tenant, name: str, source: str) -> None:
+        """Keep a source under a name, if it is Python, which is seen where programs run; raises an `ApiError`."""
+        self.installed.check(tenant, name, source)
+        settings = self._serving.settings
+        async with self._reading_turn:
+            self._reading = (tenant.name, granted := min(settings.max_program_cpu, self._cpu_left(tenant)))
+            limits = ProgramLimits(settings.max_program_memory, granted, settings.max_body_bytes)
+            ended, begun = Ended(None, None, 0.0), time.monotonic()
+            try:
+                ended = await self._sandbox.read(source, limits, READ_SECONDS)
+            finally:
+                self._reading = ("", 0.0)
+                self._charge(tenant, ended, min(granted, time.monotonic() - begun))
+        match ended.outcome:
+            case {"returned": _}:
+                self.installed.install(tenant, name, source)
+            case {"raised": why}:
+                raise bad_request(f"the program is not valid Python: {why}", "source")
+            case _:
+                why = (ended.outcome or {"stopped": f"it took {READ_SECONDS:g} seconds, or ended its process"})[
+                    "stopped"
+                ]
+                raise bad_request(f"the program cannot be read: {why}", "source")
+
     def _cpu_left(self, tenant: Tenant) -> float:
         """Seconds of CPU time that a key may still use within the hour, besides what its running programs may; raises
         when there are none."""
@@ -82,6 +105,7 @@ class Programs:
         while used and used[0][0] < now - HOUR:
             used.popleft()
         spent, granted = sum(seconds for _, seconds in used), sum(run.granted for run in self.runs(tenant))
+        granted += self._reading[1] if self._reading[0] == tenant.name else 0.0
         if spent >= most:
             wait = int(used[0][0] + HOUR - now) + 1
             raise ApiError(
@@ -99,12 +123,11 @@ class Programs:
             )
         return most - spent - granted
 
-    def _charge(self, run: Run, ended: Ended) -> None:
-        """Count what a program has used against the quota of its key, instead of what it was granted."""
+    def _charge(self, tenant: Tenant, ended: Ended, most: float) -> None:
+        """Count what a program has used against the quota of its key: at most so much, where nobody knows."""
         if ended.status is None or (ended.outcome is None and self.confinement != "WebAssembly"):
-            ended.cpu = max(ended.cpu, min(run.granted, run.elapsed))  # nobody knows what it has used
-        self._used.setdefault(run.tenant.name, deque()).append((time.monotonic(), ended.cpu))
-        run.granted = 0.0
+            ended.cpu = max(ended.cpu, most)
+        self._used.setdefault(tenant.name, deque()).append((time.monotonic(), ended.cpu))
 
     async def _run(self, run: Run, source: str, args: dict[str, Any], limits: ProgramLimits) -> None:
         """From its process's start to the release of everything it held."""
@@ -134,7 +157,8 @@ class Programs:
         finally:
             timer.cancel()
             self._serving.cancels.discard(cancel)
-            self._charge(run, ended)
+            self._charge(run.tenant, ended, min(run.granted, run.elapsed))
+            run.granted = 0.0
             await run.finish(_outcome(run, ended, reason), ended.cpu)
             logs.info("program ended", tenant=run.tenant.name, program=run.id, status=run.status, cpu=ended.cpu)
             self._forget_old(run.tenant)

@@ -195,7 +195,7 @@ async def list_installed(request: Request) -> dict[str, Any]:
 async def install_program(name: Id, body: InstallRequest, request: Request) -> dict[str, Any]:
     """Keep a source under a name, instead of the one before."""
     programs, tenant = _programs(request)
-    programs.installed.install(tenant, name, body.source)
+    await programs.install(tenant, name, body.source)
     return _installed(name, body.source)
 
 

@@ -13,6 +13,13 @@ from headway.server.settings import ServerSettings
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
+def check_source(source: str, settings: ServerSettings) -> None:
+    """Raise if a source is too long."""
+    size = len(source.encode(errors="surrogatepass"))
+    if size > settings.max_program_bytes:
+        raise bad_request(f"the program has {size} bytes; max_program_bytes is {settings.max_program_bytes}", "source")
+
+
 class InstalledPrograms:
     """The sources that keys have installed."""
 
@@ -34,31 +41,27 @@ class InstalledPrograms:
             raise ApiError(404, f"this key has no installed program {short_repr(name)}", code="program_not_found")
         return source
 
-    def install(self, tenant: Tenant, name: str, source: str) -> None:
-        """Keep a source under a name, instead of the one before."""
+    def check(self, tenant: Tenant, name: str, source: str) -> None:
+        """Raise unless a key may keep a source under a name."""
         if not NAME.fullmatch(name):
             raise bad_request(
                 f"{short_repr(name)} is not a name for a program; use 1 to 64 of A-Z a-z 0-9 _ . -", "name"
             )
         own, settings = self.of(tenant), self._settings
-        size = len(source.encode(errors="surrogatepass"))
-        if size > settings.max_program_bytes:
-            raise bad_request(
-                f"the program has {size} bytes; max_program_bytes is {settings.max_program_bytes}", "source"
-            )
+        check_source(source, settings)
         if name not in own and len(own) >= settings.max_installed_programs:
             most = settings.max_installed_programs
             raise bad_request(f"this key has {len(own)} programs installed; max_installed_programs is {most}")
-        try:
-            compile(source, name, "exec")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise bad_request(f"the program is not valid Python: {error}", "source") from None
+
+    def install(self, tenant: Tenant, name: str, source: str) -> None:
+        """Keep a source under a name, instead of the one before."""
+        self.check(tenant, name, source)
         if (folder := self._folder(tenant)) is not None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = folder / f"{name}.part"
             part.write_text(source)
             part.replace(folder / f"{name}.py")
-        own[name] = source
+        self.of(tenant)[name] = source
 
     def remove(self, tenant: Tenant, name: str) -> None:
         """Forget a source; raises a 404."""
