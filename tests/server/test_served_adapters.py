@@ -105,6 +105,22 @@ def test_several_choices_scores_and_chats_go_under_it(served: Served) -> None:
     assert {event["model"] for event in streamed.events} == {"red"}
 
 
+def test_adapters_by_number_as_llama_server_has_them(served: Served) -> None:
+    listed = served.ask("/lora-adapters", method="GET").json
+    assert [(one["id"], one["path"], one["scale"]) for one in listed[:2]] == [(0, "red", 0.0), (1, "half-blue", 0.0)]
+    fields = {"prompt": PROMPT, "n_predict": 12, "temperature": 0, "ignore_eos": True}
+    for lora, folder in (([{"id": 0, "scale": 1}], "red"), ([{"id": 1, "scale": 0.25}, {"id": 0, "scale": 0}], "blue")):
+        found = served.ask("/completion", **fields, lora=lora).json
+        assert found["content"] == expected(served, folder, lora[0]["scale"])
+        assert found["generation_settings"]["lora"] == lora
+    plain = served.ask("/completion", **fields).json["content"]
+    assert plain == served.complete()["choices"][0]["text"]
+    for lora in ([{"id": 9, "scale": 1}], [{"id": 0, "scale": 1}, {"id": 0, "scale": 1}]):
+        assert served.ask("/completion", **fields, lora=lora).error["param"] == "lora"
+    assert served.ask("/completion", **fields, model="red", lora=[{"id": 0, "scale": 1}]).error["param"] == "lora"
+    assert "pass lora in each" in served.ask("/lora-adapters").error["message"]
+
+
 def test_models_lists_adapters_with_their_parent(served: Served) -> None:
     cards = {card["id"]: card for card in served.ask("/v1/models", method="GET").json["data"]}
     base = next(name for name, card in cards.items() if card["parent"] is None)

@@ -62,9 +62,11 @@ def test_infill_has_the_prompt_and_the_response_of_llama_server(tmp_path: Path) 
         extra = [{"filename": "b.py", "text": "x = 1"}, {"text": "y"}]
         longer = served.post("/infill", **around, input_extra=extra, n_predict=1).json["tokens_evaluated"]
         assert longer == len(ids) + len("\n\n--- snippet ---\n\n") * 2 + len("x = 1") + len("y")
-        assert served.refused("/infill", **around, n_predict=0)["param"] == "n_predict"
+        assert served.post("/infill", **around, n_predict=0).json["tokens_evaluated"] == len(ids)
+        lines = served.post("/infill", **around, grammar='root ::= "x\\ny"', n_indent=1, response_fields=["content"])
+        assert lines.json == {"content": "x\n"}
         assert served.refused("/infill", **around, n_predict=10**6)["param"] == "input_prefix"
-        assert served.refused("/infill", **around, samplers=["top_k"])["param"] == "samplers"
+        assert served.refused("/infill", **around, samplers=["infill"])["param"] == "samplers"
 
 
 def test_models_without_such_tokens_refuse(tmp_path: Path) -> None:

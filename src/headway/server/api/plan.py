@@ -73,6 +73,7 @@ class RequestPlan:
     show_stop: bool = False  # the stop string is in the text
     no_repeat_ngram_size: int | None = None
     adapters: tuple[tuple[Adapter, float], ...] = ()  # what the prompt and all choices are computed under
+    penalize_prompt: bool = False  # the repetition penalty counts it
     drafter: Drafter | None = None
     rules: Mapping[str, Any] = field(default_factory=dict)  # of DRY, XTC and mirostat
     beams: BeamOptions | None = None  # the choices are the best of a search
@@ -130,7 +131,7 @@ class RequestPlan:
             no_repeat_ngram_size=self.no_repeat_ngram_size,
             bad_words_ids=self.engine.generation_defaults.bad_words_ids,
             sequence_bias=self.engine.generation_defaults.sequence_bias,
-            penalize_prompt=False,
+            penalize_prompt=self.penalize_prompt,
             adapter=self.adapters,
             speculate=self.drafter if drafts and not self.rules else None,
             **self.rules,

@@ -25,6 +25,7 @@ from headway.server.threads import WorkerThreads
 
 DONE = b"data: [DONE]\n\n"
 INLINE_LOGPROBS = 2048  # at most this many are serialized on the event loop, in a few milliseconds
+Shape = Callable[[dict[str, Any]], dict[str, Any]]
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "constraint": "stop", "one_call": "stop", "length": "length"}
 
 
@@ -69,8 +70,8 @@ class ResponseJob(Protocol):
         """Add a delta to the whole response, and count its tokens."""
         ...
 
-    def response(self) -> dict[str, Any]:
-        """The whole response, without the fields that all responses have."""
+    def response(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The whole response, without the fields that all responses have; a list is several of them."""
         ...
 
     def chunks(self, delta: Any) -> Iterable[dict[str, Any]]:
@@ -95,8 +96,12 @@ async def respond(
     *,
     tokens: int,
     lease: ModelLease,
+    shape: Shape = dict,
 ) -> Response:
-    """Respond to a request that computes at most `tokens`. An error before the first event sets the status."""
+    """Respond to a request that computes at most `tokens`. An error before the first event sets the status.
+
+    `shape` makes what is sent of each response and of each chunk.
+    """
     async with AsyncExitStack() as stack:
         admitted = await stack.enter_async_context(serving.admit(serving.tenant(request), tokens=tokens, lease=lease))
         admitted.prompt(job.usage.prompt)
@@ -111,22 +116,25 @@ async def respond(
                 for delta in batch:
                     job.add(delta, admitted)
             admitted.computed(cached=job.usage.cached, queue_seconds=job.usage.queue_seconds)
-            return Response(await _whole_body(job, head, serving.writers), media_type="application/json")
+            return Response(await _whole_body(job, head, serving.writers, shape), media_type="application/json")
         head["object"] = job.chunk_object
         if body.stream_options is not None and body.stream_options.include_usage:
             head["usage"] = None
         first = await anext(batches, [])
         return EventStreamResponse(
-            _event_pieces(serving, job, admitted, head=head, first=first, rest=batches), stack.pop_all()
+            _event_pieces(serving, job, admitted, head=head, first=first, rest=batches, shape=shape), stack.pop_all()
         )
     raise AssertionError("the stack suppresses no exception")
 
 
-async def _whole_body(job: ResponseJob, head: dict[str, Any], threads: WorkerThreads) -> bytes:
+async def _whole_body(job: ResponseJob, head: dict[str, Any], threads: WorkerThreads, shape: Shape) -> bytes:
     """The body of a whole response; a large one is serialized in a thread."""
 
-    def fields() -> dict[str, Any]:
-        return head | {"object": job.object} | job.response() | {"usage": job.usage.fields()}
+    def fields() -> dict[str, Any] | list[dict[str, Any]]:
+        own, response = head | {"object": job.object}, job.response()
+        if isinstance(response, list):
+            return [shape(own | one) for one in response]
+        return shape(own | response | {"usage": job.usage.fields()})
 
     if job.response_size <= INLINE_LOGPROBS:
         return json_bytes(fields())
@@ -141,6 +149,7 @@ async def _event_pieces(
     head: dict[str, Any],
     first: list[Any],
     rest: AsyncIterator[list[Any]],
+    shape: Shape,
 ) -> AsyncIterator[bytes]:
     """The events of a stream, one piece for all that are ready. An error ends it, as the last event."""
     batch: list[Any] | None = first
@@ -149,9 +158,9 @@ async def _event_pieces(
             for delta in batch:
                 job.add(delta, admitted)
             if job.chunk_size(batch) <= INLINE_LOGPROBS:
-                piece = _events(job, head, batch)
+                piece = _events(job, head, batch, shape)
             else:
-                piece = await serving.writers.run(_events, job, head, batch, json_bytes_in_pieces)
+                piece = await serving.writers.run(_events, job, head, batch, shape, json_bytes_in_pieces)
             if piece:
                 yield piece
             batch = await anext(rest, None)
@@ -167,9 +176,13 @@ async def _event_pieces(
 
 
 def _events(
-    job: ResponseJob, head: dict[str, Any], batch: list[Any], pack: Callable[[Any], bytes] = json_bytes
+    job: ResponseJob,
+    head: dict[str, Any],
+    batch: list[Any],
+    shape: Shape,
+    pack: Callable[[Any], bytes] = json_bytes,
 ) -> bytes:
-    return b"".join(event(head | chunk, pack) for delta in batch for chunk in job.chunks(delta))
+    return b"".join(event(shape(head | chunk), pack) for delta in batch for chunk in job.chunks(delta))
 
 
 def client_error(error: Exception, *, log_text: bool) -> ApiError:

@@ -1,8 +1,9 @@
 """Routes that llama.cpp's server has and other servers do not.
 
-completion   `/completion`: continues a prompt
-infill       `/infill`: fills in what is between two texts
-templates    `/apply-template`: what a chat's prompt is
+completion       `/completion`: continues a prompt
+infill           `/infill`: fills in what is between two texts
+templates        `/apply-template`: what a chat's prompt is
+adapter_routes   `/lora-adapters`
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from headway.server.api.response_schema import ERRORS
-from headway.server.llama_server import completion, infill, templates
+from headway.server.llama_server import adapter_routes, completion, infill, templates
 
 router = APIRouter(responses=ERRORS)
-for part in (completion, infill, templates):
+for part in (completion, infill, templates, adapter_routes):
     router.include_router(part.router)

@@ -24,7 +24,7 @@ from headway.server.api.respond import respond
 from headway.server.api.response_schema import whole_or_stream
 from headway.server.errors import fields_named
 from headway.server.llama_server.output import NativeJob, NativeText
-from headway.server.llama_server.request_schema import NativeFields, native_limit, sampling_fields
+from headway.server.llama_server.request_schema import NativeFields, native_extras, native_limit, sampling_fields
 from headway.server.models import requested_model
 from headway.server.openai.completions import plan_completion
 from headway.server.serving import Serving
@@ -32,7 +32,7 @@ from headway.server.serving import Serving
 FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"), ("<repo_name>", "<file_sep>"))
 PROJECT, OPEN_FILE = "myproject\n", "filename\n"  # names of what has none, as llama-server writes them
 SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, for models without tokens for files
-FIELDS = {"max_tokens": "n_predict", "prompt": "input_prefix"}
+FIELDS = {"max_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl", "prompt": "input_prefix"}
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -61,16 +61,16 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     with serving.queue_slot(tenant), fields_named(FIELDS):
         check = RequestChecks(serving, lease.engine)
         asked = await check.threads.run(_completion, body, check)
-        job = await plan_completion(asked, serving, tenant, lease)
-    native = NativeJob(job, "infill", returns_tokens=bool(body.return_tokens))
-    return await respond(serving, request, asked, native, tokens=job.tokens, lease=lease)
+        job = await plan_completion(asked, serving, tenant, lease, native_extras(body, lease, (asked.max_tokens or 0,)))
+    native = NativeJob(job, "infill", body, lease.engine)
+    return await respond(serving, request, asked, native, tokens=job.tokens, lease=lease, shape=native.shape)
 
 
 def _completion(body: InfillRequest, check: RequestChecks) -> CompletionRequest:
     """The request as one for a completion of token ids. In a thread."""
     ids = _prompt(body, check)
     limit = native_limit(body, len(ids), check, "input_prefix")
-    return CompletionRequest(prompt=ids, max_tokens=limit, **sampling_fields(body, check.engine))
+    return CompletionRequest(prompt=ids, max_tokens=limit, **sampling_fields(body, check))
 
 
 def _prompt(body: InfillRequest, check: RequestChecks) -> list[int]:

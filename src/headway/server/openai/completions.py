@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, replace
 from typing import Any
@@ -11,6 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headway.base.dataclass import dataclass
+from headway.models.adapters.adapter import Adapter
 from headway.program.chat.reader import ReplyReader
 from headway.program.context import Context
 from headway.program.generation.generator import Generation
@@ -49,27 +51,55 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return await respond(serving, request, body, job, tokens=job.tokens, lease=lease)
 
 
+@dataclass(frozen=True)
+class TextCut:
+    """What is kept of a piece of text, and how much of it was read: a token that begins after that does not count."""
+
+    text: str
+    read: int
+
+
+@dataclass(frozen=True)
+class CompletionExtras:
+    """What other APIs ask of a completion, and OpenAI's does not.
+
+    `cut` makes a function for each sequence, of each piece of its text: it returns where the sequence ends, as
+    `max_tokens` would end it, and None while it goes on. With `warms` prompts are computed also for no token.
+    """
+
+    cut: Callable[[], Callable[[str], TextCut | None]] | None = None
+    warms: bool = False
+    penalize_prompt: bool = False  # the repetition penalty counts the prompt
+    adapters: tuple[tuple[Adapter, float], ...] | None = None  # instead of the one that the model's name says
+    limits: tuple[int, ...] = ()  # `max_tokens` of each prompt, where they differ
+
+
 async def plan_completion(
-    body: CompletionRequest, serving: Serving, tenant: Tenant, lease: ModelLease
+    body: CompletionRequest,
+    serving: Serving,
+    tenant: Tenant,
+    lease: ModelLease,
+    extras: CompletionExtras = CompletionExtras(),
 ) -> CompletionJob:
     """The job of a request that passes all checks, with its prompts."""
     check, n = RequestChecks(serving, lease.engine), body.n or 1
     count = n if body.use_beam_search else _count(body, check)
     top_logprobs = body.logprobs if body.logprobs is not None or count == n else 0  # best_of ranks by log-probability
     plan = await plan_request(body, serving, tenant, lease, top_logprobs=top_logprobs, grammar=None)
-    plan = replace(plan, count=count)
-    max_tokens = _max_tokens(body, check)
+    adapters = plan.adapters if extras.adapters is None else extras.adapters
+    plan = replace(plan, count=count, penalize_prompt=extras.penalize_prompt, adapters=adapters)
+    max_tokens = _max_tokens(body, check, warms=extras.warms)
     _check_suffix(body)
     prompts = await read_prompts(
         body.prompt, check, truncate=body.truncate_prompt_tokens, max_tokens=max_tokens, suffix=body.suffix
     )
-    for prompt in prompts:
-        check.max_new_tokens(len(prompt.ids), max_tokens, plan.min_tokens, "prompt")
-    job = CompletionJob(body, plan, prompts, max_tokens)
+    for prompt, limit in zip(prompts, extras.limits or [max_tokens] * len(prompts), strict=True):
+        check.max_new_tokens(len(prompt.ids), limit, plan.min_tokens, "prompt")
+    job = CompletionJob(body, plan, prompts, max_tokens, extras)
     if body.echo:
         check.prompt_logprobs("logprobs", job.usage.prompt, body.logprobs, n)
     check.prompt_logprobs("prompt_logprobs", job.usage.prompt, plan.prompt_logprobs, n)
-    check.response_logprobs(body.stream, len(prompts) * count * max_tokens, plan.top_logprobs)
+    check.response_logprobs(body.stream, count * sum(job.limits), plan.top_logprobs)
     return job
 
 
@@ -93,13 +123,25 @@ def _check_suffix(body: CompletionRequest) -> None:
             raise bad_request(f"suffix and {name} cannot be combined; remove one of them", "suffix")
 
 
-def _max_tokens(body: CompletionRequest, check: RequestChecks) -> int:
+def _max_tokens(body: CompletionRequest, check: RequestChecks, *, warms: bool) -> int:
     given = check.in_range("max_tokens", body.max_tokens, 0, check.engine.config.max_positions)
-    if given == 0 and not body.echo and body.prompt_logprobs is None:
+    if given == 0 and not body.echo and body.prompt_logprobs is None and not warms:
         raise bad_request(
             "max_tokens is 0, so the response would be empty; pass echo or prompt_logprobs too", "max_tokens"
         )
     return DEFAULT_MAX_TOKENS if given is None else given
+
+
+@dataclass(frozen=True)
+class SequenceEnd:
+    """Why a sequence ended, and when what happened, as `perf_counter` has it."""
+
+    reason: str  # the step's own finish reason
+    stop_string: str = ""  # the one that ended it
+    cached: int = 0  # tokens of its prompt that were in the prefix cache
+    began: float = 0.0  # its prompt
+    first: float = 0.0  # its first token was there
+    ended: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,8 +157,7 @@ class SequenceDelta:
     new: int = 0
     finish: str | None = None
     prompt: int | None = None
-    reason: str | None = None  # the step's own finish reason
-    stop_string: str = ""  # the one that ended it
+    end: SequenceEnd | None = None  # with `finish`
 
 
 @dataclass
@@ -134,20 +175,53 @@ class SequenceState:
         return sum(ranks) / len(ranks) if ranks else float("-inf")
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceInProgress:
+    """A generation whose steps are read: after this text, which begins at an offset of what is echoed."""
+
+    index: int
+    generation: Generation | FoundSequence
+    context: Context
+    text_before: Sequence[int]
+    offset: int
+
+
 class CompletionJob:
     """The generation of one request, and its response."""
 
     id_prefix, object, chunk_object, last_event = "cmpl", "text_completion", "text_completion", DONE
 
-    def __init__(self, body: CompletionRequest, plan: RequestPlan, prompts: Sequence[Prompt], max_tokens: int) -> None:
+    def __init__(
+        self,
+        body: CompletionRequest,
+        plan: RequestPlan,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        extras: CompletionExtras = CompletionExtras(),
+    ) -> None:
         self._body, self._plan, self._prompts, self._max_tokens = body, plan, prompts, max_tokens
+        self._extras, self._limits = extras, extras.limits or (max_tokens,) * len(prompts)
+        self._began = [0.0] * len(prompts)  # when each was begun
         self._sequences = [SequenceState() for _ in range(len(prompts) * plan.count)]
         self._scores: dict[int, list[Any]] = {}  # `prompt_logprobs` by the prompt's number, for all its choices
         self._echoed: dict[int, dict[str, Any]] = {}  # `logprobs` of echoed prompts
         self._begun: set[int] = set()  # sequences whose first chunk was sent
         self.generated = 0  # tokens so far
         self.usage = TokenUsage(prompt=sum(len(prompt.ids) for prompt in prompts))
-        self.tokens = self.usage.prompt + len(prompts) * plan.width * max_tokens  # upper bound of what is computed
+        self.tokens = self.usage.prompt + plan.width * sum(self._limits)  # upper bound of what is computed
+
+    @property
+    def plan(self) -> RequestPlan:
+        return self._plan
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    @property
+    def limits(self) -> Sequence[int]:
+        """The most tokens of each prompt's sequences."""
+        return self._limits
 
     async def run(self, put: Put[SequenceDelta]) -> None:
         gate = asyncio.Semaphore(CONCURRENT_PROMPTS)
@@ -155,19 +229,23 @@ class CompletionJob:
 
     async def _prompt(self, number: int, prompt: Prompt, put: Put[SequenceDelta], gate: asyncio.Semaphore) -> None:
         async with gate, self._plan.context() as home:
+            self._began[number] = time.perf_counter()
             await self._fill_prompt(home, number, prompt)
             count, first = self._plan.count, number * self._plan.count
+            if self._extras.warms and not self._max_tokens:
+                await home.flush(adapter=self._plan.adapters)
             for index in range(first, first + count):
                 finish = None if self._max_tokens else "length"
                 if self._body.echo or finish:
                     text = prompt.text if self._body.echo else ""
-                    await put(SequenceDelta(index, text, finish=finish, prompt=number))
+                    end = None if finish is None else self._end(index, home, finish)
+                    await put(SequenceDelta(index, text, finish=finish, prompt=number, end=end))
             offset = len(prompt.text) if self._body.echo else 0
             if self._max_tokens and self._plan.beams is not None:
                 before = home.text_before
                 ranked = await search(self._plan, home, self._plan.grammar, self._max_tokens)
                 for index, one in enumerate(ranked, first):
-                    await self._write(one, before, index, offset, put)
+                    await self._write(SequenceInProgress(index, one, home, before, offset), put)
             elif self._max_tokens:
                 async with forks(home, count, self._plan.adapters) as contexts:
                     await run_all(self._generate(one, i, first + i, offset, put) for i, one in enumerate(contexts))
@@ -195,29 +273,42 @@ class CompletionJob:
         await self._plan.writers.run(keep_logprobs)
 
     async def _generate(self, context: Context, number: int, index: int, offset: int, put: Put[SequenceDelta]) -> None:
-        generation = self._plan.generation(context, number, self._plan.grammar, self._max_tokens)
-        await self._write(generation, context.text_before, index, offset, put)
+        limit, before = self._limits[index // self._plan.count], context.text_before
+        generation = self._plan.generation(context, number, self._plan.grammar, limit)
+        await self._write(SequenceInProgress(index, generation, context, before, offset), put)
 
-    async def _write(
-        self,
-        generation: Generation | FoundSequence,
-        text_before: Sequence[int],
-        index: int,
-        offset: int,
-        put: Put[SequenceDelta],
-    ) -> None:
-        token_stream, before = TokenStream(self._plan.engine, text_before, offset), 0
-        text_of_step = self._text_reader(generation, text_before)
-        async for step in generation:
+    async def _write(self, running: SequenceInProgress, put: Put[SequenceDelta]) -> None:
+        generation, index = running.generation, running.index
+        token_stream, before = TokenStream(self._plan.engine, running.text_before, running.offset), 0
+        text_of_step = self._text_reader(generation, running.text_before)
+        cut, first, at = None if self._extras.cut is None else self._extras.cut(), 0.0, running.offset
+        async for given in generation:
+            step, first = given, first or time.perf_counter()
             kept = before + len(step.tokens) if step.finish is None else len(generation.generated)
-            tokens, text = token_stream.push(step, kept), text_of_step(step)
+            text = text_of_step(step)
+            ended = None if cut is None else cut(text)
+            if ended is not None and (step.finish is None or ended.text != text):
+                text, step = ended.text, replace(step, finish="length")
+            tokens = token_stream.push(step, kept)
+            if ended is not None:
+                read = [token for token in tokens if token.offset < at + ended.read]
+                tokens, kept = read, kept - (len(tokens) - len(read))
+            at += len(text)
             finish = None if step.finish is None else FINISH_REASONS[step.finish]
             if text or tokens or finish or kept > before:
-                new, stop_string = max(0, kept - before), generation.stop_string or ""
-                ending = {} if finish is None else {"reason": step.finish, "stop_string": stop_string}
-                await put(SequenceDelta(index, text, tuple(tokens), new, finish, **ending))
+                why = None if step.finish is None else (step.finish, generation.stop_string or "")
+                end = None if why is None else self._end(index, running.context, *why, first=first)
+                await put(SequenceDelta(index, text, tuple(tokens), max(0, kept - before), finish, end=end))
             before = kept
+            if finish:
+                break
         self.usage.completion += before
+
+    def _end(
+        self, index: int, context: Context, reason: str, stop_string: str = "", *, first: float = 0.0
+    ) -> SequenceEnd:
+        began, now = self._began[index // self._plan.count], time.perf_counter()
+        return SequenceEnd(reason, stop_string, context.cached_tokens, began, first or now, now)
 
     def _text_reader(self, generation: Generation | FoundSequence, before: Sequence[int]) -> Callable[[Step], str]:
         """A function of each step of a sequence: its text, with special tokens and the stop string where requested."""
