@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -17,6 +18,7 @@ from headway.server.app import create_app
 from headway.server.models import ModelFolder, ModelSource, ModelSources, ServedModels
 from headway.server.models.sources import read_sizes
 from headway.server.settings import ServerSettings
+from support.big_tokenizer import big_tokenizer
 from support.live import Asker, serving
 from support.small import PROMPT, small_folder
 
@@ -99,6 +101,24 @@ def _reseed(path: Path, seed: int) -> None:
         path,
         metadata={"format": "pt"},
     )
+
+
+def enlarge(folder: Path, count: int) -> None:
+    """Give a model a vocabulary of `count` tokens and more, with merges, and weights for them."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    made = big_tokenizer(count)
+    (folder / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False))
+    config = json.loads((folder / "config.json").read_text())
+    rows, size = count + len(made["added_tokens"]), config["vocab_size"]
+    path = folder / "model.safetensors"
+    tensors = {
+        name: np.resize(tensor, (rows, *tensor.shape[1:])) if len(tensor) == size else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
 
 
 @contextmanager

@@ -14,22 +14,19 @@ The metadata is not trusted: a wrong type, a mismatched length or an id out of r
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
-from headway.base.text import find_all
 from headway.kernels.native.bpe import Bpe, StringTable
-from headway.text.parts import LONGEST, composed, parts_of
+from headway.text.native_bpe import MAX_TOKEN_CHARS, NativeBpe, merges_into
 
 if TYPE_CHECKING:
     import tokenizers
 
 KEY = "tokenizer.ggml."
 MODELS = ("gpt2", "llama", "gemma4")
-MAX_TOKEN_CHARS = 4096  # the longest real tokens are runs of a few hundred spaces or dashes
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPACE = "▁"
 
@@ -174,7 +171,7 @@ def read_vocab(metadata: Mapping[str, object]) -> GgufVocab | None:
     return GgufVocab(backend, tuple(tokens), special)
 
 
-def read_native(metadata: Mapping[str, object]) -> NativeBpe | None:
+def read_native(metadata: Mapping[str, object]) -> tuple[NativeBpe, SpecialTokens] | None:
     """The same as `read_vocab`, without the tokenizers package's model; None where that one has to look."""
     tokens, merges = metadata.get(KEY + "tokens"), metadata.get(KEY + "merges")
     if (
@@ -187,64 +184,11 @@ def read_native(metadata: Mapping[str, object]) -> NativeBpe | None:
     if bpe is None:
         return None
     special = _special_tokens(metadata, bpe, _types(metadata, len(bpe)), add_bos=pre.add_bos)
-    if any(_merges_into(bpe, bpe[id]) for id in special.control):
+    if any(merges_into(bpe, bpe[id]) for id in special.control):
         return None
-    return NativeBpe(bpe, pre, special)
-
-
-class NativeBpe:
-    """Encodes text as `read_vocab`'s backend does: the same pre-tokenizer, then native byte-pair encoding."""
-
-    def __init__(self, bpe: Bpe, pre: PreTokenizer, special: SpecialTokens) -> None:
-        from tokenizers import normalizers
-
-        self.special, self._bpe, self._pre = special, bpe, pre
-        self._words = _pre_tokenizer(pre)
-        self._normalizer = normalizers.NFC() if pre.nfc else None
-        self.added = {id: bpe[id] for id in (*special.control, *special.user_defined)}
-        self._ids = {text: id for id, text in self.added.items()}
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        self._longest = max(map(len, self._ids), default=1)
-
-    def __len__(self) -> int:
-        return len(self._bpe)
-
-    def encode(self, text: str, *, special: bool, whole: Callable[[str], list[int]]) -> list[int]:
-        """The ids of a text; names of control tokens are plain text unless `special`. `whole` encodes a long word."""
-        ids: list[int] = []
-        begin = 0
-        for match in find_all(self._names, text, self._longest) if self._names else ():
-            id = self._ids[match[0]]
-            if special or id not in self.special.control:
-                ids += [*self._encode(text[begin : match.start()], whole), id]
-                begin = match.end()
-        return ids + self._encode(text[begin:], whole)
-
-    def _encode(self, text: str, whole: Callable[[str], list[int]]) -> list[int]:
-        if not text:
-            return []
-        if self._normalizer is not None:
-            text = composed(text, self._normalizer)
-        ids: list[int] = []
-        for part in parts_of(text, self._words):
-            if len(part) > LONGEST:
-                ids += whole(part)
-            else:
-                words = [word for word, _ in self._words.pre_tokenize_str(part)]
-                ids += self._bpe.encode(words, whole=self._pre.ignore_merges)
-        return ids
-
-    def id_to_token(self, id: int) -> str | None:
-        return self._bpe[id] if 0 <= id < len(self._bpe) else None
-
-    def token_to_id(self, token: str) -> int | None:
-        return self._bpe.find(token)
-
-
-def _merges_into(bpe: Bpe, name: str) -> bool:
-    """Whether merges may spell a control token in plain text: that takes two tokens that do."""
-    return any(bpe.find(name[:i]) is not None and bpe.find(name[i:]) is not None for i in range(1, len(name)))
+    added = {id: bpe[id] for id in (*special.control, *special.user_defined)}
+    how = {"composes": pre.nfc, "ignore_merges": pre.ignore_merges}
+    return NativeBpe(bpe, _pre_tokenizer(pre), control=special.control, added=added, **how), special
 
 
 # --- the two models

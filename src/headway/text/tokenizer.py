@@ -21,9 +21,11 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, InvalidToken, Unsupported, WrongType
 from headway.base.files import read_json
 from headway.base.text import check_unicode
-from headway.text.gguf_vocab import SPACE, NativeBpe, read_native, read_vocab
+from headway.text.gguf_vocab import SPACE, read_native, read_vocab
+from headway.text.native_bpe import NativeBpe
 from headway.text.parts import cuts_anywhere, parts_of
 from headway.text.templates.chat_template import gguf_template_sources, template_sources
+from headway.text.tokenizer_json import ByteLevelFile, read_byte_level
 
 if TYPE_CHECKING:
     import tokenizers
@@ -77,7 +79,7 @@ class Tokenizer:
         self.bos_id, self.eos_ids, self.add_bos = bos_id, eos_ids, add_bos
         self.special_tokens = dict(special_tokens or {})
         if isinstance(backend, NativeBpe):
-            self.special_ids = frozenset(backend.special.control)
+            self.special_ids = backend.control
             self.decoding = TokenDecoding("bytes")
             self.vocab_size, self._added = len(backend), backend.added
         else:
@@ -103,14 +105,26 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
-        backend = _load(file)
+        data = file.read_bytes()
         config = read_json(folder / "tokenizer_config.json")
-        names = _special_names(folder, config, backend)
+        source = read_byte_level(data)
+        native = None if source is None else source.native(_missing(folder, config, source)[1])
+        backend = native or _whole(folder, config, data, file)
+        frame = source.frame if native is not None and source is not None else backend
+        assert not isinstance(frame, NativeBpe)
+        names, _ = _missing(folder, config, backend)
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
-        bos, add_bos = _bos(backend, bos, config.get("add_bos_token"), folder)
+        bos, add_bos = _bos(frame, bos, config.get("add_bos_token"), folder, backend)
         eos = [backend.token_to_id(names["eos_token"])] if "eos_token" in names else []
         ends = [*_generation_eos(folder), *eos, *_end_markers(backend, template_sources(folder))]
-        return cls(backend, bos_id=bos, eos_ids=tuple(dict.fromkeys(ends)), add_bos=add_bos, special_tokens=names)
+        return cls(
+            backend,
+            make_backend=partial(_whole, folder, config, data, file),
+            bos_id=bos,
+            eos_ids=tuple(dict.fromkeys(ends)),
+            add_bos=add_bos,
+            special_tokens=names,
+        )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer | None:
@@ -118,7 +132,7 @@ class Tokenizer:
         native = read_native(metadata)
         vocab = read_vocab(metadata) if native is None else None
         if native is not None:
-            backend, special, size = native, native.special, len(native)
+            (backend, special), size = native, len(native[0])
         elif vocab is not None:
             backend, special, size = vocab.backend, vocab.special, len(vocab.tokens)
         else:
@@ -217,7 +231,20 @@ class Tokenizer:
 
     def vocabulary(self) -> list[str | None]:
         """The name of every token, by id; None where an id has no token."""
-        return [self.backend.id_to_token(id) for id in range(self.vocab_size)]
+        return [self._name(id) for id in range(self.vocab_size)]
+
+    def has(self, id: int) -> bool:
+        """Whether an id has a token."""
+        return self._name(id) is not None
+
+    def token_to_id(self, name: str) -> int | None:
+        """The id of the token with this name."""
+        return (self._native or self.backend).token_to_id(name)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether texts are changed before they are encoded, which may shorten them."""
+        return self.backend.normalizer is not None if self._native is None else self._native.normalizes
 
     def _name(self, id: int) -> str | None:
         return self._added.get(id) or (self._native or self.backend).id_to_token(id)
@@ -368,21 +395,27 @@ def _remove_special(state: dict[str, Any], special: set[str]) -> bool:
 # --- a Hugging Face folder
 
 
-def _load(file: Path) -> tokenizers.Tokenizer:
+def _whole(folder: Path, config: Mapping[str, Any], data: bytes, file: Path) -> tokenizers.Tokenizer:
+    """The tokenizers package's own, with the folder's special tokens marked."""
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
     try:
-        return Backend.from_str(file.read_text(encoding="utf-8"))
+        backend = Backend.from_str(data.decode())
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic inside tokenizers is not an Exception
         raise BadModelFile(f"{file} is not a usable tokenizer.json: {error}") from error
+    _, missing = _missing(folder, config, backend)
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+    return backend
 
 
-def _special_names(folder: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """The text of each named special token in the vocabulary; BOS, EOS and additional ones are marked special."""
-    from tokenizers import AddedToken
-
+def _missing(
+    folder: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer | NativeBpe | ByteLevelFile
+) -> tuple[dict[str, str], list[str]]:
+    """The text of each named special token in the vocabulary; and which of BOS, EOS and the additional ones are not
+    marked as special."""
     both = {**read_json(folder / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
     names = {role: text for role in ROLES if (text := _content(both.get(role), folder, role)) is not None}
     names = {role: text for role, text in names.items() if backend.token_to_id(text) is not None}
@@ -390,10 +423,16 @@ def _special_names(folder: Path, config: Mapping[str, Any], backend: tokenizers.
     if not isinstance(extra, list):
         raise BadModelFile(f"additional_special_tokens in {folder} is {extra!r:.80}; it must be a list")
     special = {names.get("bos_token"), names.get("eos_token"), *(_content(t, folder, "special token") for t in extra)}
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    missing = sorted(t for t in special - known if t and backend.token_to_id(t) is not None)
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
-    return names
+    known = _marked_special(backend)
+    return names, sorted(t for t in special - known if t and backend.token_to_id(t) is not None)
+
+
+def _marked_special(backend: tokenizers.Tokenizer | NativeBpe | ByteLevelFile) -> set[str]:
+    if isinstance(backend, NativeBpe):
+        return {backend.added[id] for id in backend.control}
+    if isinstance(backend, ByteLevelFile):
+        return {backend.added[id] for id in backend.special}
+    return {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
 
 
 def _content(value: object, folder: Path, role: str) -> str | None:
@@ -403,11 +442,17 @@ def _content(value: object, folder: Path, role: str) -> str | None:
     return text
 
 
-def _bos(backend: tokenizers.Tokenizer, bos: int | None, configured: object, folder: Path) -> tuple[int | None, bool]:
-    """The BOS id, and whether to add it: the config decides, else the post-processor."""
+def _bos(
+    frame: tokenizers.Tokenizer,
+    bos: int | None,
+    configured: object,
+    folder: Path,
+    backend: tokenizers.Tokenizer | NativeBpe,
+) -> tuple[int | None, bool]:
+    """The BOS id, and whether to add it: the config decides, else the post-processor of `frame`."""
     if configured is not None and not isinstance(configured, bool):
         raise BadModelFile(f"add_bos_token in {folder} is {configured!r}; it must be true or false")
-    bare, whole = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
+    bare, whole = (frame.encode("a", add_special_tokens=add).ids for add in (False, True))
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     front = whole[:start]
     if configured is False or (configured is None and not front):

@@ -17,7 +17,8 @@ from headway.models.adapters.source import AdapterSource
 from headway.server.keys import add_key
 from headway.server.models import ModelSources
 from support.adapter_files import saved_adapter
-from support.many_models import ASKED, MIB, PAGES, POSITIONS, Loader, Many, alone, many, model_folders
+from support.holds import HoldMeter, copy_seconds
+from support.many_models import ASKED, MIB, PAGES, POSITIONS, Loader, Many, alone, enlarge, many, model_folders
 
 NAMES = ("ada", "bob", "cleo")
 
@@ -225,6 +226,22 @@ def test_tokens_go_on_while_another_model_loads(folders: dict[str, Path]) -> Non
         gate.set()
         waiting.join(120)
         assert found == [alone(folders["bob"])]
+
+
+def test_loading_a_large_tokenizer_holds_no_other_model_up(tmp_path: Path) -> None:
+    """The tokenizers package would read it in one piece, as long as a dozen copies of 64 MiB take."""
+    folders = model_folders(tmp_path, "ada", "bob")
+    enlarge(folders["bob"], 150_000)
+    loader, longest, where = Loader(), [], ""
+    with many(ModelSources(tuple(map(loader.source, folders.values()))), loader, idle_timeout=0.1) as served:
+        served.said("ada")
+        while len(longest) < 6 and min(longest, default=99.0) > 1.0:
+            with HoldMeter() as meter:
+                served.said("bob")
+            longest.append(round(meter.longest / copy_seconds(), 2))
+            where = meter.where
+            served.until(lambda: not served.loaded())
+    assert min(longest) <= 1.0, f"{longest} copies\n{where}"
 
 
 def test_a_server_may_refuse_instead_of_holding_requests(folders: dict[str, Path]) -> None:

@@ -153,7 +153,7 @@ class RequestChecks:
         tokenizer = self.engine.tokenizer
         if tokenizer.decoding.kind == "opaque":
             return
-        slack = 1 if tokenizer.backend.normalizer is None else MAX_NORMALIZED
+        slack = MAX_NORMALIZED if tokenizer.normalizes else 1
         limit, size = self.engine.config.max_positions, sum(map(len, texts))
         if size > limit * longest_token(tokenizer) * slack:
             raise bad_request(

@@ -131,7 +131,7 @@ def infill_ids(engine: Engine, what: str) -> tuple[int, int, int]:
     `what` needs them: the field `suffix`, or a route.
     """
     for names in INFILL_TOKENS:
-        before, after, middle = (engine.tokenizer.backend.token_to_id(name) for name in names)
+        before, after, middle = (engine.tokenizer.token_to_id(name) for name in names)
         if before is not None and after is not None and middle is not None:
             return before, after, middle
     raise bad_request(

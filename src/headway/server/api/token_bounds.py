@@ -226,7 +226,9 @@ def ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, tuple[int, ...]]:
     with _lock:
         if tokenizer not in _ids_by_tokenizer:
             result: dict[bytes, tuple[int, ...]] = {}
-            for id in set(tokenizer.backend.get_vocab(with_added_tokens=True).values()) - tokenizer.special_ids:
+            for id in range(tokenizer.vocab_size):
+                if id in tokenizer.special_ids or not tokenizer.has(id):
+                    continue
                 spelled = tokenizer.token_bytes(id)
                 result[spelled] = (*result.get(spelled, ()), id)
             _ids_by_tokenizer[tokenizer] = result

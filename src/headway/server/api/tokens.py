@@ -145,4 +145,4 @@ def token_bytes(id: int, engine: Engine) -> bytes:
 
 
 def _is_known(id: int, tokenizer: Tokenizer) -> bool:
-    return id < tokenizer.vocab_size and (id in tokenizer.special_ids or tokenizer.backend.id_to_token(id) is not None)
+    return id < tokenizer.vocab_size and (id in tokenizer.special_ids or tokenizer.has(id))

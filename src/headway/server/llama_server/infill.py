@@ -90,7 +90,7 @@ def _other_files(extra: list[OtherFile], engine: Engine) -> list[int]:
         return []
     encode = engine.tokenizer.encode
     for names in FILE_TOKENS:
-        project, separator = (engine.tokenizer.backend.token_to_id(name) for name in names)
+        project, separator = (engine.tokenizer.token_to_id(name) for name in names)
         if project is not None and separator is not None:
             files = [[separator, *encode(f"{file.filename}\n"), *encode(file.text)] for file in extra]
             listed = [id for file in files for id in file]

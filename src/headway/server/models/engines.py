@@ -27,6 +27,7 @@ def opened(model: ServedModel, memory: int | None) -> LoadedEngine:
     source = model.source
     engine = source.open(memory, progress)
     try:
+        _ = engine.has_tokenizer  # reads it here, not with the first request: it may be large, or broken
         model.adapters.open(engine)
         drafter: Drafter | None = None
         if source.open_drafter is not None:

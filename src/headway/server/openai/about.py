@@ -183,7 +183,7 @@ def _text_ids(body: TokenizeRequest, engine: Engine) -> Sequence[int]:
 
 def special_id(text: str, tokenizer: Tokenizer) -> int | None:
     """The id of the special token with this name, or None."""
-    id = tokenizer.backend.token_to_id(text)
+    id = tokenizer.token_to_id(text)
     return id if id in tokenizer.special_ids else None
 
 
