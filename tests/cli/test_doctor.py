@@ -9,19 +9,26 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 import headway as hw
+from headway.base.system.device import CPU
 from headway.base.system.machine import Machine, read_machine
 from headway.cli.doctor import Gpu, hints
 from headway.cli.facts import ModelFacts
-from headway.cli.memory_fit import MemoryFit, StoredWeights
+from headway.cli.memory_fit import MemoryFit, StoredWeights, memory_fit, weights_with_fp4
 from headway.kernels.native.library import ThreadPool, open_library
+from headway.models.described import bytes_of
 from headway.models.files.gguf import KINDS, GgufFile
 from headway.models.files.weights import GgufWeights
 from headway.models.hub import store
 from headway.models.quantized.repack import kept_size, load_matrix
+from headway.models.weights.load_tensors import load_model
 from support.gguf_files import random_bytes
 from support.gguf_files import write as write_weights
+from support.hf import save_hf
+from support.hf_families import family_model
+from support.quantized_files import mxfp4
 
 GIB = 1 << 30
 Run = Callable[..., CompletedProcess[str]]
@@ -170,6 +177,39 @@ def test_check_counts_a_file_as_the_engine_loads_it(
     assert slow["weights_bytes"] == fit["weights_bytes"] + 4 * engine.info.parameters  # what torch multiplies by
 
 
+@needs_native
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next", "deepseek-v3"])
+def test_check_knows_what_computes_a_model_and_all_that_it_takes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, recurrent state and latent attention, as an engine with as many pages has them."""
+    monkeypatch.setenv("HEADWAY_NATIVE", "auto")
+    folder, pages = save_hf(tmp_path, family_model(name)[1]), 4
+    for dtype in ("auto", "bfloat16"):
+        how = {"context": 16 * pages, "fraction": None, "kv_dtype": "auto", "ranks": 1}
+        fit = memory_fit(folder, CPU, read_machine(), dtype, **how)
+        with hw.Engine(folder, pages=pages, threads=1, dtype=dtype) as engine:
+            assert fit.computed_by.startswith("the native step" if dtype == "auto" else "torch: ")
+            assert engine.info.runner.startswith("native" if dtype == "auto" else "torch")
+            assert fit.weights == pytest.approx(engine.info.weight_bytes, rel=0.02)  # blocks are padded
+            assert (fit.kv_per_token, fit.kv_dtype) == (engine.info.kv_bytes_per_token, engine.info.kv_dtype)
+            states = engine._states
+            assert fit.recurrent == (0 if states is None else states.total * 4 * engine.config.state_values)
+    assert "it computes in float32, not in bfloat16" in fit.computed_by
+
+
+def test_check_counts_experts_that_stay_in_mxfp4_with_triton_kernels(tmp_path: Path) -> None:
+    _, model = family_model("gpt-oss", intermediate_size=96)
+    mxfp4(tmp_path, model)
+    dtype, device = torch.bfloat16, torch.device("cpu")
+    decoder = load_model(tmp_path, dtype=dtype, device=device, keep_fp4=True)
+    fit = weights_with_fp4(tmp_path, "bfloat16", 2)
+    assert fit is not None
+    assert fit.bytes == pytest.approx(bytes_of(decoder), rel=0.001)
+    assert fit.format == "MXFP4, bfloat16"
+    assert weights_with_fp4(save_hf(tmp_path / "floats", model), "bfloat16", 2) is None
+
+
 def test_the_report(headway: Run, empty_cache: dict[str, str]) -> None:
     done = headway("doctor", "--json", "--threads", "1", env=empty_cache)
     assert done.returncode == 0
@@ -195,7 +235,8 @@ def test_check_shows_the_arithmetic(headway: Run) -> None:
     assert "46,080 bytes per token (float32) × 1,000 = 46.1 MB" in text
     text = headway("doctor", "--check", "smollm2", "--device", "cpu", "--context", "1000", "--memory", "1G").stdout
     assert "23,040 bytes per token (float16) × 1,000 = 23.0 MB" in text
-    assert "available  1.1 GB" in text
+    assert "available    1.1 GB" in text
+    assert "computed by" in text
     assert "--kv-dtype needs --check" in headway("doctor", "--kv-dtype", "float16").stderr
     fit = json.loads(headway("doctor", "--check", "smollm2", "--device", "cpu", "--dtype", "bfloat16", "--json").stdout)
     assert (fit["weights_bytes"], fit["kv_bytes_per_token"], fit["context"]) == (269_030_016, 23_040, 8192)

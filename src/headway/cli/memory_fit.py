@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class MemoryFit:
     stored: StoredWeights | None = None  # where the weights stay in the file's formats
     tensor_parallel: int = 1
     devices: int = 1  # that each have a share of weights and KV cache
+    computed_by: str = ""
 
     @property
     def weights(self) -> int:
@@ -100,6 +102,7 @@ class MemoryFit:
             "context": self.context,
             "work_bytes": self.workspace,
             "needed_bytes": self.needed,
+            "computed_by": self.computed_by,
             "available_bytes": self.available,
             "fits": self.fits,
             "longest_context": self.longest_context,
@@ -122,7 +125,7 @@ def memory_fit(
     from headway.models.weights.load import has_quantized, stored_dtype
     from headway.runtime.device import pick_dtype
     from headway.runtime.memory import read_memory
-    from headway.runtime.runners.select import check_float_ranks, why_not_native
+    from headway.runtime.runners.select import NATIVE, TRITON, check_float_ranks, what_computes
 
     facts, kind = read_model(path), pick_dtype(dtype, device, stored_dtype(path))
     if ranks > 1:
@@ -135,18 +138,21 @@ def memory_fit(
     free = min(memory.free, machine.memory_free) if device.type == "cpu" else memory.free
     if fraction is not None:
         free = min(free, int(fraction * memory.total))
-    stored = None
+    item = 4 if kind == "float32" else 2
+    stored, runner = None, what_computes(path, dtype, device, settings(), ranks)
     if ranks > 1:
         check_float_ranks(ranks, device, dtype, None, quantized=has_quantized(path))
-    elif dtype == "auto" and why_not_native(path, dtype, device, settings()) is None:
+    elif dtype == "auto" and runner == NATIVE:
         stored = _stored_weights(path)
     elif dtype == "auto" and device.type == "cpu" and facts.why_not_native is None and has_quantized(path):
         stored = replace(_stored_weights(path), reference=4 * facts.parameters)
-    item = 4 if kind == "float32" else 2
+    elif runner == TRITON and kind != "float16":
+        stored = weights_with_fp4(path, kind, item)
     quantized = stored is not None and has_quantized(path)
     kept = _kv_dtype(kv_dtype, kind, quantized=quantized, on_cpu=device.type == "cpu")
     devices = ranks if device.type == "cuda" else 1  # ranks on a CPU share its memory
-    return MemoryFit(facts, kind, item, context or facts.max_positions, free, kept, stored, ranks, devices)
+    reach = context or facts.max_positions
+    return MemoryFit(facts, kind, item, reach, free, kept, stored, ranks, devices, runner)
 
 
 def _kv_dtype(name: str, kind: str, *, quantized: bool, on_cpu: bool) -> str:
@@ -172,6 +178,21 @@ def _stored_weights(path: Path) -> StoredWeights:
     return StoredWeights(", ".join(label for label, _ in sizes.most_common()), sizes.total())
 
 
+def weights_with_fp4(path: Path, kind: str, item: int) -> StoredWeights | None:
+    """The size of floats beside experts in MXFP4, which a folder's stay with Triton kernels; None without such ones."""
+    from headway.models.files.mxfp4_folder import KIND, Mxfp4Folder
+    from headway.models.files.weights import open_weights
+
+    with open_weights(path) as weights:
+        if not isinstance(weights, Mxfp4Folder):
+            return None
+        sizes = [
+            weights.nbytes(name) if weights.is_quantized(name) else item * prod(weights.shape(name))
+            for name in weights.names()
+        ]
+    return StoredWeights(f"{KIND}, {kind}", sum(sizes))
+
+
 def show_fit(fit: MemoryFit, device: str) -> None:
     total = size(fit.kv_per_token * fit.context)
     kv = f"{fit.kv_per_token:,} bytes per token ({fit.kv_dtype}) × {fit.context:,} = {total}"
@@ -188,7 +209,7 @@ def show_fit(fit: MemoryFit, device: str) -> None:
         ("workspace", f"{STEP_ROWS} rows per step = {size(fit.workspace)}"),
         ("needed", size(fit.needed)),
         ("available", f"{size(fit.available)} on {device}"),
-        *([("computed by", f"torch: {fit.model.why_not_native}")] if fit.model.why_not_native else []),
+        ("computed by", fit.computed_by),
     ]
     show_pairs(pairs, title=str(fit.model.path))
     print(_verdict(fit))

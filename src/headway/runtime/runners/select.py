@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headway.runtime.runners.parallel.launch import Ranks
 
 REFERENCE = "the reference was asked for"
+NATIVE, TRITON = "the native step", "Triton kernels"
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,6 +403,17 @@ def why_not_native(
     return why_no_native_layers(read_config(model) if isinstance(model, Path) else model.config) or (
         open_library().missing or None
     )
+
+
+def what_computes(model: Path, dtype: str, device: AnyDevice, settings: Settings, ranks: int = 1) -> str:
+    """What would compute a model, and why nothing faster does, in words."""
+    reason = f"it is not for {ranks} ranks" if ranks > 1 else why_not_native(model, dtype, device, settings)
+    if reason is None:
+        return NATIVE
+    if (fast := why_not_triton(device, settings) or why_no_triton_layers(read_config(model))) is None:
+        return TRITON
+    names = ("Triton kernels do", fast) if device.type == "cuda" else ("the native step does", reason)
+    return f"torch: {names[0]} not serve; {names[1]}"
 
 
 def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
