@@ -15,7 +15,15 @@ from urllib.parse import quote
 
 from headway.base.errors import HeadwayError, InvalidInput
 from headway.cli.flags.declare import Argument, Option, with_flags
-from headway.cli.flags.shared import EngineOptions, Json, Quiet, open_engine
+from headway.cli.flags.shared import (
+    DEFAULT_MODEL,
+    ComputeOptions,
+    EngineOptions,
+    Json,
+    Quiet,
+    engine_flag,
+    open_engine,
+)
 from headway.cli.program_client import DEFAULT_URL, ProgramClient
 from headway.cli.terminal.render import emit_json, note, show_table
 
@@ -44,9 +52,18 @@ def run(
     url: Annotated[
         str | None, Option("--url", metavar="URL", help="Run it on this server, not beside a model here.")
     ] = None,
+    model: Annotated[
+        str | None,
+        engine_flag(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="A known name, a folder, a .gguf file or a hub id; with --url, one of the server's models.",
+        ),
+    ] = None,
     arg: Args = None,
     limit: Limits = None,
-    options: EngineOptions,
+    options: ComputeOptions,
     quiet: Quiet = False,
     json: Json = False,
 ) -> int:
@@ -61,12 +78,16 @@ def run(
 
         source = _source(program)
         confinement("sandbox", log=note)  # before a model is loaded: it may not be there
-        with open_engine(options) as engine:
+        with open_engine(EngineOptions(model=model or DEFAULT_MODEL, **vars(options))) as engine:
             code = asyncio.run(_run_here(engine, source, given, limit or (), show))
     else:
         if limit:
             raise InvalidInput("--limit is for programs that run here; a server has its own limits")
-        code = _run_there(ProgramClient(url), program, given, show)
+        usual = ComputeOptions().given()
+        for name, value in options.given().items():
+            if value != usual.get(name):
+                raise InvalidInput(f"--{name.replace('_', '-')} is for programs that run here; a server has its models")
+        code = _run_there(ProgramClient(url), program, model, given, show)
     return code
 
 
@@ -158,9 +179,11 @@ async def _run_here(
     return show.code
 
 
-def _run_there(client: ProgramClient, program: str, args: dict[str, Any], show: _Shown) -> int:
+def _run_there(client: ProgramClient, program: str, model: str | None, args: dict[str, Any], show: _Shown) -> int:
     """Run a program on a server; one whose end nobody waits for is killed."""
     what = {"source": _source(program)} if _is_file(program) else {"name": program}
+    if model is not None:
+        what["model"] = model
     id = client.ask("POST", "/v1/programs", {**what, "args": args})["id"]
     note(f"{id} runs on the server")
     _each_line(lambda line: client.ask("POST", f"/v1/programs/{id}/messages", {"value": line}))

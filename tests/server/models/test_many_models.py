@@ -13,6 +13,7 @@ import pytest
 
 import headway as hw
 from headway.base.errors import BadModelFile
+from headway.cli.main import dispatch
 from headway.models.adapters.source import AdapterSource
 from headway.server.keys import add_key
 from headway.server.models import ModelSources
@@ -108,6 +109,41 @@ def test_sessions_have_a_model_each(served: Many, expected: dict[str, str]) -> N
         hw.connect(served.url, model="dora")
     with pytest.raises(hw.HeadwayError, match="model is 7"):
         hw.connect(served.url, model=7)  # type: ignore[arg-type]
+
+
+BESIDE = """
+import headway as hw
+async def main(engine):
+    async with engine.context() as ctx:
+        text = await ctx.fill("PROMPT").generate(hw.Argmax(), max_tokens=8, stop_only=True).text()
+    return [engine.info.name, text]
+"""
+
+
+@pytest.mark.usefixtures("guest")
+def test_a_program_runs_beside_the_model_that_it_names(
+    folders: dict[str, Path], expected: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = BESIDE.replace("PROMPT", ASKED["prompt"])
+    (tmp_path / "beside.py").write_text(source)
+    loader = Loader()
+    sources = ModelSources(tuple(loader.source(folders[name]) for name in NAMES), budget=1 << 30)
+    with many(sources, loader, programs="sandbox") as served:
+        for name in (None, *NAMES):
+            id = served.post("/v1/programs", source=source, model=name).json["id"]
+            events = served.get(f"/v1/programs/{id}/events").body.decode()
+            end = json.loads(events.strip().rpartition("data: ")[2])
+            assert end["value"] == [name or "ada", expected[name or "ada"]], end
+            assert served.get(f"/v1/programs/{id}").json["model"] == name
+        missing = served.post("/v1/programs", source=source, model="dora")
+        assert (missing.status, missing.error["param"]) == (404, "model")
+        run = ["program", "run", str(tmp_path / "beside.py"), "--url", f"http://127.0.0.1:{served.port}"]
+        capsys.readouterr()
+        assert dispatch([*run, "--model", "bob"]) == 0
+        assert json.loads(capsys.readouterr().out)[0] == "bob"
+        assert dispatch([*run, "--dtype", "float32"]) == 2
+        assert "--dtype is for programs that run here" in capsys.readouterr().err
+        served.settled()
 
 
 def test_batches_name_a_model_in_each_row(served: Many, expected: dict[str, str]) -> None:

@@ -51,7 +51,22 @@ class Programs:
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    def start(self, tenant: Tenant, source: str, args: dict[str, Any], name: str | None = None) -> Run:
+    async def check_model(self, name: str | None) -> None:
+        """Raise an `ApiError` unless a program may run beside the model of this name."""
+        model, adapter = await self._serving.models.find(name)
+        if adapter is not None:
+            raise bad_request(
+                f"{adapter!r} is an adapter; run the program beside {model.name!r}, and pass adapter= in it", "model"
+            )
+
+    def start(
+        self,
+        tenant: Tenant,
+        source: str,
+        args: dict[str, Any],
+        name: str | None = None,
+        model: str | None = None,
+    ) -> Run:
         """Start a program of a key; raises an `ApiError` when that exceeds its quotas."""
         settings = self._serving.settings
         check_source(source, settings)
@@ -66,7 +81,7 @@ class Programs:
                 code="queue_full",
             )
         granted = min(settings.max_program_cpu, self._cpu_left(tenant))
-        run = Run(self, tenant, name, settings, granted)
+        run = Run(self, tenant, settings, granted, name=name, model=model)
         self._runs[run.id] = run
         limits = ProgramLimits(settings.max_program_memory, granted, settings.max_body_bytes)
         run.task = asyncio.create_task(self._run(run, source, args, limits))

@@ -40,6 +40,7 @@ class ProgramRequest(RequestSchema):
 
     source: str | None = None
     name: str | None = None
+    model: str | None = None  # beside which it runs; the server's first
     args: dict[str, Any] | None = None  # the keyword arguments of its main
     stream: bool | None = None  # answer with its events; it then ends with the connection
 
@@ -62,6 +63,7 @@ class ProgramObject(ResponseSchema):
     id: str
     object: Literal["program"]
     name: str | None
+    model: str | None
     status: Literal["running", "returned", "raised", "stopped"]
     created_at: int
     seconds: float
@@ -111,7 +113,8 @@ async def run_program(body: ProgramRequest, request: Request) -> Response:
     if (body.source is None) == (body.name is None):
         raise bad_request("give either source or name: the program itself, or that of an installed one", "source")
     source = body.source if body.source is not None else programs.installed.find(tenant, body.name or "")
-    run = programs.start(tenant, source, body.args or {}, body.name)
+    await programs.check_model(body.model)
+    run = programs.start(tenant, source, body.args or {}, body.name, body.model)
     if not body.stream:
         return _json(run.about())
     held = AsyncExitStack()

@@ -69,10 +69,18 @@ class Run:
     """A program that runs, or has run."""
 
     def __init__(
-        self, programs: Programs, tenant: Tenant, name: str | None, settings: ServerSettings, granted: float
+        self,
+        programs: Programs,
+        tenant: Tenant,
+        settings: ServerSettings,
+        granted: float,
+        *,
+        name: str | None = None,
+        model: str | None = None,
     ) -> None:
         self.id = f"program-{secrets.token_hex(8)}"
         self.programs, self.tenant, self.name = programs, tenant, name
+        self.model = model  # beside which it runs; None: the server's first
         self.status = "running"  # returned, raised or stopped at the end
         self.created, self._began = int(time.time()), time.monotonic()
         self.granted = granted  # seconds of CPU time that it may use; 0 once they are charged
@@ -109,6 +117,7 @@ class Run:
             "id": self.id,
             "object": "program",
             "name": self.name,
+            "model": self.model,
             "status": self.status,
             "created_at": self.created,
             "seconds": round(seconds, 3),

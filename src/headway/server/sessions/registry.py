@@ -120,7 +120,7 @@ class Sessions:
         elif hello.get("resume") is not None:
             raise SessionClosed("malformed", "the session of a program ends with its connection; leave resume out")
         self._check_count()
-        model = hello.get("model")
+        model = hello.get("model") if program is None or program.model is None else program.model
         if not isinstance(model, str | None):
             raise SessionClosed("malformed", "model must be the name of a model")
         try:
