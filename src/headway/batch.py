@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, WrongType
+from headway.jobs.deaths import CarefulWorker
 from headway.jobs.folder import JobFolder
-from headway.jobs.job import AUTO, CONCURRENCY, OPENAI, BatchJob, key_reader, task_of
+from headway.jobs.job import AUTO, CONCURRENCY, OPENAI, BatchJob, RowWork, key_reader, rows_of, task_of
 from headway.jobs.records import Record, watched
-from headway.jobs.requests import unique
-from headway.jobs.run import run_records
+from headway.jobs.requests import left_out, unique
+from headway.jobs.run import RowResult, Worker, run_records
 from headway.server.in_process import open_worker
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def run_job(
                 from headway.cluster.batch import ray_worker
 
                 opened = ray_worker(str(job.input), work, ray, workers=workers, done=folder.journal.before)
-            with opened as worker, progress() as show:
+            with opened as given, progress() as show:
+                worker = careful(given, work, folder) if ray is None else given
                 source = unique(watched(str(job.input)), key_of, what)
                 run_records(worker, source, folder.journal, with_input=job.with_input, progress=show)
             folder.finish()
@@ -141,3 +143,13 @@ def run_job(
         failed = folder.done["failed"]
         errors = folder.errors if failed else None
         return BatchResult(folder.done["rows"], failed, resumed, time.monotonic() - begun, folder.results, errors)
+
+
+def careful(worker: Worker, work: RowWork, folder: JobFolder) -> CarefulWorker:
+    """The worker of this process, which a row may end: that costs a few runs, and not the job."""
+    key_of, _ = key_reader(work)
+
+    def failed(record: Record, reason: str) -> RowResult:
+        return left_out(rows_of(work), record, reason, key_of(record.value))
+
+    return CarefulWorker(worker, folder.journal.note, folder.journal.job, failed)

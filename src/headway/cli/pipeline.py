@@ -14,9 +14,11 @@ from headway.cli.flags.declare import Argument, Option, panel
 from headway.cli.flags.shared import Device, Quiet, engine_flag
 from headway.cli.terminal.job_progress import job_progress
 from headway.cli.terminal.render import fetched, note
+from headway.jobs.deaths import CarefulWorker
 from headway.jobs.journal import Journal, dumped
 from headway.jobs.records import PIPE, Record, check_input, kind_of, pyarrow_parquet, watched
-from headway.jobs.run import PipelineWorker, run_records, sentence
+from headway.jobs.requests import left_out
+from headway.jobs.run import PipelineWorker, Worker, run_records, sentence
 
 file_flag = panel("Files")
 WORDS = {"True": True, "False": False, "None": None}
@@ -121,7 +123,11 @@ def _run(open_pipeline: Callable[[], Any], job: PipelineJob, sink: Journal | _St
         note(f"headway: {message}")
 
     with open_pipeline() as ready, job_progress() as progress:
-        worker = PipelineWorker(ready, job.columns)
+        worker: Worker = PipelineWorker(ready, job.columns)
+        if isinstance(sink, Journal):
+            worker = CarefulWorker(
+                worker, sink.note, sink.job, lambda record, reason: left_out(None, record, reason, None)
+            )
         run_records(worker, watched(job.input), sink, with_input=job.with_input, failed=failed, progress=progress)
     if sink.failed:
         shown = ", ".join(map(str, sink.failed[:10])) + (" …" if len(sink.failed) > 10 else "")

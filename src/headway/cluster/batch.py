@@ -32,8 +32,8 @@ from headway.cluster.connect import cluster
 from headway.cluster.stage import outcome
 from headway.jobs.job import RowWork, key_reader, rows_of
 from headway.jobs.records import Record, records
-from headway.jobs.requests import RowFormat, unique
-from headway.jobs.run import RowFailed, RowResult
+from headway.jobs.requests import RowFormat, left_out, unique
+from headway.jobs.run import RowResult
 
 MAX_CHUNK = 512  # rows of a chunk, in jobs of at most MAX_CHUNKS
 MAX_CHUNKS = 20_000  # Ray has an object for each chunk from the start, and makes a thousand in a second
@@ -233,10 +233,8 @@ class RayWorker:
         key = self._key_of(record.value)
         if row["error"] is not None:
             reason = json.loads(row["error"])
-            if self._rows is not None and isinstance(reason, str) and record.error is None:
-                failure = self._rows.failure(record, RowFailed(reason))
-                return RowResult(record, failure, None, key)
-            return RowResult(record, RowFailed(reason), None, key)
+            whole = not isinstance(reason, str) or record.error is not None  # what the worker's own format made
+            return left_out(None if whole else self._rows, record, reason, key)
         item = record.value if self._rows is None else self._rows.item(record)
         return RowResult(record, json.loads(row["result"]), item, key)
 

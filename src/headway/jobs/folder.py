@@ -87,6 +87,8 @@ class JobFolder:
         if before is not None and (self._restart or not (before.get("done") or self._has_rows())):
             for name in names & OWN:
                 (self.path / name).unlink()
+            if self._restart:
+                self.journal.note.unlink(missing_ok=True)
         elif before is not None:
             self._check(before["job"])
             others = [path for path in self.path.glob("results.*.partial") if path != self.journal.path]

@@ -40,9 +40,10 @@ class Journal:
         errors: Path | None = None,
         whole_lines: bool = False,
     ) -> None:
-        self.output, self._job, self._restart = output, json.loads(json.dumps(job)), restart
+        self.output, self.job, self._restart = output, json.loads(json.dumps(job)), restart
         self._errors, self._whole_lines = errors, whole_lines
         self.path = output.with_name(output.name + ".partial")
+        self.note = output.with_name(f".{output.name}.note")  # of processes that died: see `deaths`
         self._done: Iterator[dict[str, Any]] = iter(())
         self.before = 0  # records that were done when the journal was opened
         self._synced = time.monotonic()
@@ -52,10 +53,12 @@ class Journal:
     def __enter__(self) -> Self:
         self._file = self._locked()
         try:
+            if self._restart:
+                self.note.unlink(missing_ok=True)
             end = 0 if self._restart else self._read()
             self._file.truncate(end)
             if end == 0:
-                self._write_line(dumped({"job": self._job}))
+                self._write_line(dumped({"job": self.job}))
                 self._file.flush()
             self._done = self._entries(self.before)
         except BaseException:
@@ -163,7 +166,7 @@ class Journal:
         return job
 
     def _check_job(self, previous: dict[str, Any]) -> None:
-        for name, value in self._job.items():
+        for name, value in self.job.items():
             if previous.get(name) != value:
                 raise InvalidInput(
                     f"{self.path} was started with {name} {previous.get(name)!r}, and this is {value!r}; use the same, "

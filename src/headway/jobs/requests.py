@@ -138,6 +138,12 @@ class _Pending:
         return self.future is None or self.future.done()
 
 
+def left_out(rows: RowFormat | None, record: Record, reason: Any, key: str | None) -> RowResult:
+    """The failure of a row that cannot be computed, as the file of errors has it."""
+    failed: Exception = RowFailed(reason)
+    return RowResult(record, failed if rows is None else rows.failure(record, failed), None, key)
+
+
 def row_seed(seed: int, key: str) -> int:
     """The seed of a row, the same in every run of the job."""
     digest = hashlib.sha256(f"headway row seed {seed} {key}".encode("utf-8", "surrogatepass")).digest()
