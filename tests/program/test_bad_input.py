@@ -875,7 +875,7 @@ def test_a_salt_that_is_not_unicode_never_reaches_the_worker(engine: hw.Engine) 
 
 ENDLESS = range(1 << 70)
 LONG = "é" * 3000
-SEVERAL = ((0, np.array([1, 2])), (1, torch.tensor([1, 2])))
+SEVERAL = ((0, np.array([1, 2])), (1, torch.tensor([1, 2])), (2, np.array([True, False])))
 ELSEWHERE: dict[str, Callable[[Any], object]] = {
     "at": lambda c: Mask.window(2).at("5"),
     "bind too many": lambda c: Mask.window(2).bind(0, 1 << 31),
@@ -904,6 +904,19 @@ ELSEWHERE: dict[str, Callable[[Any], object]] = {
     "chat timeout": lambda c: c.chat("hi", timeout=LONG),
     "chat stop": lambda c: c.chat("hi", stop=None),
     "chat tools": lambda c: c.chat("hi", tools=np.array(3)),
+    "a class of biases": lambda c: hw.Sampling(logit_bias=str),
+    "runs without values": lambda c: Brle.from_runs(torch.zeros(2, device="meta")),
+    "concat": lambda c: Brle([1, 2]).concat(None),
+    "an adapter no file can be": lambda c: hw.Adapter.load("x" * 300),
+    "an adapter of lines": lambda c: hw.Adapter.load("x\n" * 30),
+    "a model of many digits": lambda c: hw.Engine(10**5000),
+    "a model of lines": lambda c: hw.Engine(np.zeros((2, 2))),
+    "messages of many digits": lambda c: c.chat(10**5000),
+    "messages of lines": lambda c: c.chat(np.zeros((2, 2))),
+    "tool_choice of many digits": lambda c: c.chat("hi", tool_choice=10**5000),
+    "tool_choice of lines": lambda c: c.chat("hi", tool_choice=np.zeros((2, 2))),
+    **{f"masked {i}": lambda c, v=v: hw.Entropy(masked=v) for i, v in SEVERAL},
+    **{f"processed {i}": lambda c, v=v: hw.Ranking(processed=v) for i, v in SEVERAL},
     **{f"causal {i}": lambda c, v=v: Mask.window(2).picture(0, 3, causal=v) for i, v in SEVERAL},
     **{f"on_error {i}": lambda c, v=v: c.chat("hi", on_error=v) for i, v in SEVERAL},
     **{f"tool_choice {i}": lambda c, v=v: c.chat("hi", tool_choice=v) for i, v in SEVERAL},
@@ -927,6 +940,7 @@ def test_values_of_other_kinds_give_short_errors_of_ours(ctx: hw.Context, call: 
     with pytest.raises(hw.HeadwayError) as raised:
         ELSEWHERE[call](ctx)
     assert len(str(raised.value)) < 300
+    assert "\n" not in str(raised.value)
 
 
 def test_a_name_that_is_no_model_is_cut() -> None:

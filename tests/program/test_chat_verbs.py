@@ -49,3 +49,13 @@ def test_a_generation_adds_no_cue_after_what_a_program_wrote_itself(smollm2: hw.
                 assert written(one).endswith("Well")
             fork.user("So?").generate(hw.Argmax(), max_tokens=1)
             assert written(fork).endswith(CUE)
+
+
+def test_a_message_inside_itself_and_odd_ids_are_our_errors(smollm2: hw.Engine) -> None:
+    inside: list[object] = []
+    inside.append(inside)
+    with smollm2.context() as context, pytest.raises(hw.TemplateError, match="deeper than 64"):
+        context.user(inside)  # type: ignore[arg-type]
+    for after in (None, "a", [1.5], [-1]):
+        with pytest.raises((hw.WrongType, hw.InvalidToken), match="after"):
+            smollm2.stream(after=after)  # type: ignore[arg-type]

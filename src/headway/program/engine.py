@@ -31,6 +31,7 @@ from headway.models.quantized.cpu import QuantizedDecoder
 from headway.models.weights.load import LoadProgress
 from headway.program.adapters import AdapterArgument, mix_of
 from headway.program.chat.conversation import ChatWriter
+from headway.program.checks.ids import token_ids
 from headway.program.context import Context, checked_bid
 from headway.program.events import EventStream
 from headway.program.figures import EngineInfo, EngineStats, engine_stats
@@ -352,6 +353,8 @@ class Engine(Closing):
         """A decoder for tokens that arrive one by one, at the beginning of a text or `after` other tokens."""
         from headway.text.stream import TextStream
 
+        if not isinstance(after, list | tuple):  # those are read from their end, as far as it takes
+            after = token_ids(after, self.vocab_size, "after")
         return TextStream(self.tokenizer, after=after)
 
     @property

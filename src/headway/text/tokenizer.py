@@ -17,10 +17,11 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.base.checks import check_token_id
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, InvalidToken, Unsupported, WrongType
 from headway.base.files import read_json
-from headway.base.text import check_unicode
+from headway.base.text import check_unicode, short_repr
 from headway.text.gguf_vocab import SPACE, read_native, read_vocab
 from headway.text.native_bpe import NativeBpe
 from headway.text.parts import cuts_anywhere, parts_of
@@ -207,7 +208,8 @@ class Tokenizer:
 
     def last_with_text(self, ids: Sequence[int], *, skip_special: bool = True) -> int | None:
         """The last of `ids` that has text, or None: then what follows them begins a text."""
-        for id in reversed(ids):
+        for each in reversed(ids):
+            id = check_token_id(each, "a token of after")
             known = 0 <= id < self.vocab_size and self._name(id) is not None
             if known and not (skip_special and id in self.special_ids) and self._token_bytes(id):
                 return id
@@ -223,7 +225,7 @@ class Tokenizer:
         try:
             checked = [operator.index(id) for id in ids]
         except TypeError as error:
-            raise WrongType(f"ids is {ids!r:.80}; token ids are integers") from error
+            raise WrongType(f"ids is {short_repr(ids)}; token ids are integers") from error
         for id in checked:
             if not 0 <= id < self.vocab_size or self._name(id) is None:
                 raise InvalidToken(f"token id {id} is not in the vocabulary of {self.vocab_size} tokens")
@@ -421,7 +423,7 @@ def _missing(
     names = {role: text for role, text in names.items() if backend.token_to_id(text) is not None}
     extra = both.get("additional_special_tokens") or []
     if not isinstance(extra, list):
-        raise BadModelFile(f"additional_special_tokens in {folder} is {extra!r:.80}; it must be a list")
+        raise BadModelFile(f"additional_special_tokens in {folder} is {short_repr(extra)}; it must be a list")
     special = {names.get("bos_token"), names.get("eos_token"), *(_content(t, folder, "special token") for t in extra)}
     known = _marked_special(backend)
     return names, sorted(t for t in special - known if t and backend.token_to_id(t) is not None)
@@ -438,7 +440,7 @@ def _marked_special(backend: tokenizers.Tokenizer | NativeBpe | ByteLevelFile) -
 def _content(value: object, folder: Path, role: str) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and not isinstance(text, str):
-        raise BadModelFile(f"{role} in {folder} is {value!r:.80}; it must be a string")
+        raise BadModelFile(f"{role} in {folder} is {short_repr(value)}; it must be a string")
     return text
 
 
@@ -470,7 +472,9 @@ def _generation_eos(folder: Path) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for id in ids:
         if isinstance(id, bool) or not isinstance(id, int) or id < 0:
-            raise BadModelFile(f"eos_token_id in {folder / 'generation_config.json'} is {value!r:.80}; it must be ids")
+            raise BadModelFile(
+                f"eos_token_id in {folder / 'generation_config.json'} is {short_repr(value)}; it must be ids"
+            )
     return ids
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.base.errors import InvalidInput, WrongType
-from headway.base.text import shorten
+from headway.base.text import short_repr, shorten
 
 MAX_DEPTH = 64
 MAX_STEPS = 100_000  # comparisons with a schema, which may refer to itself
@@ -74,7 +74,7 @@ class _Check:
         if schema is True or schema is False:
             return None if schema else f"{where} should not be there"
         if not isinstance(schema, Mapping):
-            raise WrongType(f"the schema of {where} is {schema!r:.80}; it must be a dict")
+            raise WrongType(f"the schema of {where} is {short_repr(schema)}; it must be a dict")
         return (
             self._wrong_kind(schema, value, where)
             or self._wrong_choice(schema, value, where)
@@ -88,7 +88,9 @@ class _Check:
         kinds = [kinds] if isinstance(kinds, str) else kinds
         for kind in kinds:
             if kind not in _TYPES:
-                raise InvalidInput(f"the schema of {where} has the type {kind!r:.40}; JSON has {', '.join(_TYPES)}")
+                raise InvalidInput(
+                    f"the schema of {where} has the type {short_repr(kind, 40)}; JSON has {', '.join(_TYPES)}"
+                )
         if not kinds or any(_is_kind(value, kind) for kind in kinds):
             return None
         return f"{where} is {_show(value)}; it should be {_article(kinds)}"
@@ -157,7 +159,7 @@ class _Check:
         for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
             node = node.get(step) if isinstance(node, Mapping) else None
         if start != "#" or node is None:
-            raise InvalidInput(f"the schema refers to {reference!r:.80}, which is not inside it")
+            raise InvalidInput(f"the schema refers to {short_repr(reference)}, which is not inside it")
         return node
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 from headway.text.tool_arguments import check_arguments, wrong_value
 
 __all__ = ["bind_arguments", "check_arguments", "tool_schema"]
@@ -54,7 +55,7 @@ def _signature(fn: Callable[..., Any]) -> tuple[str, dict[str, inspect.Parameter
     """A function's name and its parameters, with their annotations resolved."""
     name = getattr(fn, "__name__", None)
     if not callable(fn) or isinstance(fn, type) or not isinstance(name, str):
-        raise WrongType(f"a tool must be a named function, not {fn!r:.80}")
+        raise WrongType(f"a tool must be a named function, not {short_repr(fn)}")
     if not name.isidentifier():
         raise InvalidInput(f"the function is called {name!r}; a tool needs a name, so use def")
     hints = _hints(fn, name)
@@ -128,7 +129,9 @@ def _annotated(annotation: Any, where: str, depth: int) -> dict[str, Any]:
 def _choices(values: list[Any], where: str) -> dict[str, Any]:
     for value in values:
         if type(value) not in _PLAIN:
-            raise InvalidInput(f"{where} has the choice {value!r:.80}; choices are text, numbers, booleans or None")
+            raise InvalidInput(
+                f"{where} has the choice {short_repr(value)}; choices are text, numbers, booleans or None"
+            )
     kinds = sorted({_PLAIN[type(value)] for value in values})
     return {**({"type": kinds[0]} if len(kinds) == 1 else {}), "enum": values}
 
@@ -137,7 +140,7 @@ def _mapping(arguments: tuple[Any, ...], where: str, depth: int) -> dict[str, An
     if not arguments:
         return {"type": "object"}
     if arguments[0] is not str:
-        raise InvalidInput(f"{where} is a dict with keys of {arguments[0]!r:.80}; keys in JSON are str")
+        raise InvalidInput(f"{where} is a dict with keys of {short_repr(arguments[0])}; keys in JSON are str")
     return {"type": "object", "additionalProperties": _schema(arguments[1], where, depth + 1)}
 
 

@@ -121,6 +121,8 @@ class Brle:
         """These bits followed by those of the others."""
         out = _RunBuilder()
         for part in (self, *others):
+            if not isinstance(part, Brle):
+                raise WrongType(f"concat was given {short_repr(part)} of type {type(part).__name__}; it takes Brles")
             for index, run in enumerate(part.runs):
                 out.add(index & 1, run)
         return out.done()
@@ -185,7 +187,10 @@ def _parse(runs: Any, where: str) -> list[int]:
     if isinstance(runs, (bytearray, set, frozenset, dict, type)):
         raise WrongType(f"{where} must be a list of run lengths, not {short_repr(runs)} of type {type(runs).__name__}")
     out = []
-    values = runs.tolist() if hasattr(runs, "tolist") else runs
+    try:
+        values = runs.tolist() if hasattr(runs, "tolist") else runs
+    except RuntimeError as error:  # a tensor without values
+        raise WrongType(f"{where} is {short_repr(runs)}, which cannot be read: {error}") from None
     for index, run in enumerate(check_list(values, where, "a list of run lengths")):
         number = run if type(run) is int else as_integer(run, f"{where}: run {index}")
         if not 0 <= number <= LONGEST_RUN:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from headway.base.checks import check_integer, check_list, check_number, check_token_id
+from headway.base.checks import check_flag, check_integer, check_list, check_number, check_token_id
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, WrongType
 from headway.base.text import short_repr
@@ -58,7 +58,7 @@ class Logits(ProbeOf[Array]):
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _set(self, masked=_flag(self.masked))
+        _set(self, masked=check_flag(self.masked, "masked"))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Distribution(ProbeOf[tuple[Array, Array]]):
             raise InvalidInput(
                 f"temperature is {temperature}; it must be above 0 for a distribution (Argmax() reads the top token)"
             )
-        _set(self, temperature=temperature, k=check_integer(self.k, "k"), masked=_flag(self.masked))
+        _set(self, temperature=temperature, k=check_integer(self.k, "k"))
+        _set(self, masked=check_flag(self.masked, "masked"))
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Logprob(ProbeOf[Array]):
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _set(self, id=check_token_id(self.id, "id"), masked=_flag(self.masked))
+        _set(self, id=check_token_id(self.id, "id"), masked=check_flag(self.masked, "masked"))
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Logprobs(ProbeOf[Array]):
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _set(self, ids=_listed(self.ids, "ids", check_token_id), masked=_flag(self.masked))
+        _set(self, ids=_listed(self.ids, "ids", check_token_id), masked=check_flag(self.masked, "masked"))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Entropy(ProbeOf[float]):
     masked: bool = False
 
     def __post_init__(self) -> None:
-        _set(self, masked=_flag(self.masked))
+        _set(self, masked=check_flag(self.masked, "masked"))
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Ranking(ProbeOf[Ranked]):
     processed: bool = False
 
     def __post_init__(self) -> None:
-        flag = _flag(self.processed, "processed")
+        flag = check_flag(self.processed, "processed")
         _set(self, k=check_integer(self.k, "k"), ids=_listed(self.ids, "ids", check_token_id), processed=flag)
 
 
@@ -168,12 +169,6 @@ Probe: TypeAlias = Logits | Distribution | Logprob | Logprobs | Entropy | Rankin
 def _set(probe: Any, **fields: Any) -> None:
     for name, value in fields.items():
         object.__setattr__(probe, name, value)
-
-
-def _flag(value: Any, name: str = "masked") -> bool:
-    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "bool":
-        raise WrongType(f"{name} is {short_repr(value)}; it must be True or False")
-    return bool(value)
 
 
 def _listed(values: Any, name: str, check: Callable[[Any, str], int]) -> tuple[int, ...]:

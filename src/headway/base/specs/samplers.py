@@ -252,7 +252,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...] | DenseBias:
         return value
     if hasattr(value, "dtype") and getattr(value, "ndim", 0) >= 1:
         return DenseBias(bias_array(value, "logit_bias"))
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0:
+    if isinstance(value, (str, bytes, type)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0:
         raise WrongType(f"logit_bias is {short_repr(value)}; it must be a mapping from token id to number")
     pairs = {}
     for pair in value.items() if isinstance(value, Mapping) else value:

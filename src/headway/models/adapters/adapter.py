@@ -58,14 +58,15 @@ class Adapter:
         if not isinstance(path, str | os.PathLike):
             raise WrongType(f"the path of an adapter is {short_repr(path)}; give a folder or a .gguf file")
         where, limits = Path(path), _limits(max_rank, max_bytes)
-        if where.is_dir():
+        if os.path.isdir(where):  # also for a name that no file can have
             file = peft.read_folder(where, limits)
             return cls(file.pairs, name=where.name, rules=file.rules)
-        if where.is_file():
+        if os.path.isfile(where):
             pairs, architecture = gguf.read_file(where, limits)
             return cls(pairs, name=where.stem, architecture=architecture)
         raise ModelNotFound(
-            f"there is no adapter at {where}; give a folder with {peft.CONFIG} and {peft.WEIGHTS}, or a .gguf file"
+            f"there is no adapter at {short_repr(str(where))}; give a folder with {peft.CONFIG} and {peft.WEIGHTS}, "
+            "or a .gguf file"
         )
 
     @classmethod

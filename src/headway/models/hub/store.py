@@ -19,7 +19,7 @@ from headway.base.config import settings
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, ModelError, ModelNotFound, WrongType
 from headway.base.system.notebook import NotebookBar, in_notebook
-from headway.base.text import format_bytes, shorten
+from headway.base.text import format_bytes, short_repr, shorten
 from headway.models.hub.registry import KNOWN, KnownModel, is_hub_id, nearby
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def resolve(
     `token` are for hub ids. Without `progress`, a notebook shows a bar.
     """
     if not isinstance(model, str | os.PathLike):
-        raise WrongType(f"the model is {model!r:.60}; it must be a name, a folder, a .gguf file or a hub id")
+        raise WrongType(f"the model is {short_repr(model, 60)}; it must be a name, a folder, a .gguf file or a hub id")
     text = str(model)
     if isinstance(model, str) and text in KNOWN:
         known = KNOWN[text]

@@ -464,7 +464,8 @@ def checked_chat(item: Any) -> Sequence[Message]:
     for message in item:
         if set(message) != {"role", "content"} or message["role"] not in ("system", "user", "assistant"):
             raise InvalidInput(
-                f"{dict(message)!r:.80} is not a message: it must have a role (system, user or assistant) and content"
+                f"{short_repr(dict(message))} is not a message: it must have a role (system, user or assistant) "
+                "and content"
             )
         check_text(message["content"], "a message's content")
     return item

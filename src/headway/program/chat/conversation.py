@@ -11,7 +11,7 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import TemplateError, Unsupported
 from headway.base.text import find_all, replace_all
 from headway.program.checks.ids import common
-from headway.text.templates.chat_template import ChatTemplate
+from headway.text.templates.chat_template import MAX_DEPTH, ChatTemplate
 from headway.text.templates.messages import describe_tools
 from headway.text.tokenizer import Tokenizer
 
@@ -164,11 +164,13 @@ class ChatWriter:
         return self.tokenizer.encode(_show(text, self._names)) if text else []
 
 
-def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str]) -> Any:
+def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str], depth: int = 0) -> Any:
     """Names of special tokens inside a message's strings, replaced by stand-ins that no template writes.
 
     A stand-in's own character inside a message gets an escape in front of it.
     """
+    if depth > MAX_DEPTH:
+        raise TemplateError(f"a message, tool or variable is nested deeper than {MAX_DEPTH} levels")
     quote = chr(PRIVATE + len(names))
     match value:
         case str():
@@ -179,9 +181,9 @@ def _hide(value: Any, hiding: re.Pattern[str], names: Sequence[str]) -> Any:
                 _longest(names),
             )
         case Mapping():
-            return {k: _hide(v, hiding, names) for k, v in value.items()}
+            return {k: _hide(v, hiding, names, depth + 1) for k, v in value.items()}
         case list() | tuple():
-            return [_hide(v, hiding, names) for v in value]
+            return [_hide(v, hiding, names, depth + 1) for v in value]
     return value
 
 

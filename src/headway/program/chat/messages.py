@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import Closed, ContextBusy, InvalidInput, Unsupported, WrongType
+from headway.base.text import short_repr
 from headway.program.chat.conversation import Conversation
 from headway.program.chat.reader import ReplyReader
 from headway.program.checks.ids import common
@@ -103,7 +104,7 @@ def as_messages(messages: Messages) -> tuple[Mapping[str, Any], ...]:
         case list() | tuple() if all(isinstance(message, Mapping) for message in messages):
             return tuple(dict(message) for message in messages)
     raise WrongType(
-        f"chat was given {messages!r:.80}; give a text, a message as a dict with a role, or a list of these"
+        f"chat was given {short_repr(messages)}; give a text, a message as a dict with a role, or a list of these"
     )
 
 
@@ -129,7 +130,7 @@ def tool_format(template: ChatTemplate | None, requested: str | None = None) -> 
 
 def _checked(requested: str | None) -> str | None:
     if requested is not None and requested not in FORMATS:
-        raise InvalidInput(f"tool_format is {requested!r:.80}; it must be one of {', '.join(FORMATS)}")
+        raise InvalidInput(f"tool_format is {short_repr(requested)}; it must be one of {', '.join(FORMATS)}")
     return requested
 
 

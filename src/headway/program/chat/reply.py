@@ -296,12 +296,12 @@ def _chosen_tool(choice: Choice, tools: ToolSet) -> str | None:
             pass
         case _:
             raise InvalidInput(
-                f"tool_choice is {choice!r:.80}; it must be 'auto', 'required', 'none' or {{'name': …}} of a tool"
+                f"tool_choice is {short_repr(choice)}; it must be 'auto', 'required', 'none' or {{'name': …}} of a tool"
             )
     if not tools:
-        raise InvalidInput(f"tool_choice is {choice!r:.80}, and there are no tools; give some in tools=")
+        raise InvalidInput(f"tool_choice is {short_repr(choice)}, and there are no tools; give some in tools=")
     if name and name not in tools.names:
         raise InvalidInput(
-            f"tool_choice names {name!r:.80}, and there is no such tool; there are {', '.join(tools.names)}"
+            f"tool_choice names {short_repr(name)}, and there is no such tool; there are {', '.join(tools.names)}"
         )
     return name

@@ -156,10 +156,10 @@ def _spec(tool: Function | Mapping[str, Any]) -> ToolSpec:
     match tool:
         case {"function": {"name": str(name), **rest}} if isinstance(rest.get("parameters", {}), Mapping):
             if not NAME.fullmatch(name):
-                raise InvalidInput(f"a tool has the name {name!r:.80}; names have 1 to 64 of A–Z a–z 0–9 _ . -")
+                raise InvalidInput(f"a tool has the name {short_repr(name)}; names have 1 to 64 of A–Z a–z 0–9 _ . -")
             return ToolSpec(name, {"type": "function", **tool}, None)
     raise InvalidInput(
-        f"the tool {tool!r:.80} is not a schema; a schema is a dict "
+        f"the tool {short_repr(tool)} is not a schema; a schema is a dict "
         "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': …}}"
     )
 

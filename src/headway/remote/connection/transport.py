@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from headway.base.errors import ConnectionFailed, InvalidInput, Unsupported
+from headway.base.text import short_repr
 from headway.remote.protocol.limits import PATH
 
 LENGTH = 8  # bytes of a frame's length on a Unix socket
@@ -41,8 +42,8 @@ def websocket_url(url: str) -> str:
     scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme)
     if scheme is None or not parts.hostname or parts.query or parts.username:
         raise InvalidInput(
-            f"the server's address is {url!r:.200}; it must be http://HOST:PORT, https://HOST, or unix:/FILE, and "
-            "a key is given as api_key="
+            f"the server's address is {short_repr(url, 160)}; it must be http://HOST:PORT, https://HOST, "
+            "or unix:/FILE, and a key is given as api_key="
         )
     path = parts.path.rstrip("/").removesuffix("/v1")
     return urlunsplit((scheme, parts.netloc, path + PATH, "", ""))

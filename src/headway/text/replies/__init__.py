@@ -15,6 +15,7 @@ Limits are `ParseLimits`.
 from __future__ import annotations
 
 from headway.base.errors import InvalidInput, WrongType
+from headway.base.text import short_repr
 from headway.text.replies.harmony import Harmony
 from headway.text.replies.llama import Llama
 from headway.text.replies.mistral import Mistral
@@ -70,7 +71,9 @@ def reply_parser(format: str, *, prompt: str = "", limits: ParseLimits | None = 
     `prompt` is the rendered prompt, or its end: some templates open the reasoning there.
     """
     if format not in FORMATS:
-        raise InvalidInput(f"the reply format {format!r:.80} is not known; it must be one of {', '.join(FORMATS)}")
+        raise InvalidInput(
+            f"the reply format {short_repr(format)} is not known; it must be one of {', '.join(FORMATS)}"
+        )
     return FORMATS[format](limits, prompt)
 
 

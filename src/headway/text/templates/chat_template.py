@@ -15,6 +15,7 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, TemplateError, WrongType
 from headway.base.files import read_json
 from headway.base.system.gc_paused import gc_paused
+from headway.base.text import short_repr
 
 if TYPE_CHECKING:
     import jinja2
@@ -155,14 +156,14 @@ class _PlainValues:
             if not isinstance(message, Mapping):
                 raise WrongType(f"messages[{i}] is a {type(message).__name__}; it must be a dict with a role")
             if not isinstance(message.get("role"), str):
-                raise TemplateError(f"messages[{i}] has the role {message.get('role')!r}; it must be a str")
+                raise TemplateError(f"messages[{i}] has the role {short_repr(message.get('role'))}; it must be a str")
         return [self.value(message, f"messages[{i}]", 0) for i, message in enumerate(listed)]
 
     def tools(self, tools: object) -> list[dict[str, Any]] | None:
         if tools is None:
             return None
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise WrongType(f"tools is {tools!r:.80}; it must be a list of JSON schemas as dicts")
+            raise WrongType(f"tools is {short_repr(tools)}; it must be a list of JSON schemas as dicts")
         return self.value(list(tools), "tools", 0)
 
     def value(self, value: object, where: str, depth: int) -> Any:
@@ -183,7 +184,7 @@ class _PlainValues:
 
     def _key(self, key: object, where: str) -> str:
         if not isinstance(key, str):
-            raise WrongType(f"{where} has the key {key!r}; keys must be str")
+            raise WrongType(f"{where} has the key {short_repr(key)}; keys must be str")
         self._count(len(key), where, 0)
         return str.__str__(key)
 
@@ -232,5 +233,5 @@ def _named(entries: object, where: str) -> dict[str, str]:
             case {"name": str(name), "template": str(source)}:
                 named[name] = source
             case _:
-                raise BadModelFile(f"{where} has the entry {entry!r:.80}; it must have a name and a template")
+                raise BadModelFile(f"{where} has the entry {short_repr(entry)}; it must have a name and a template")
     return named
