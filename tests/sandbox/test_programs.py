@@ -398,6 +398,12 @@ def test_many_programs_at_once(ann: ProgramServer) -> None:
     assert [ended[n] for n in range(6)] == [ann.run(source, n=n)["value"] for n in range(6)]
 
 
+def test_the_guide_has_the_measured_cost_of_a_pass() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/programs.json").read_text())["results"]["on this machine"]
+    more = measured["sandbox"]["pass_ms"] - measured["in process"]["pass_ms"]
+    assert f"each awaited pass takes {more:.1f} ms longer than in process" in (ROOT / "docs/programs.md").read_text()
+
+
 def test_every_promise_names_tests_that_exist() -> None:
     page = (ROOT / "docs/programs.md").read_text().partition("## What the sandbox promises")[2]
     promises = [
