@@ -13,10 +13,13 @@ import pytest
 
 import headway as hw
 from headway.base.errors import BadModelFile
+from headway.cli.flags.shared import ComputeOptions
 from headway.cli.main import dispatch
+from headway.cli.serve.models import SeveralModels
 from headway.models.adapters.source import AdapterSource
 from headway.server.keys import add_key
 from headway.server.models import ModelSources
+from headway.server.settings import ServerSettings
 from support.adapter_files import saved_adapter
 from support.holds import HoldMeter, copy_seconds
 from support.many_models import ASKED, MIB, PAGES, POSITIONS, Loader, Many, alone, enlarge, many, model_folders
@@ -451,6 +454,28 @@ def test_models_that_do_not_fit_are_refused_by_name_and_numbers(folders: dict[st
     with many(ModelSources(sources[2:], loader.folder(folders["ada"].parent), budget=1000), loader) as served:
         answer = served.post("/v1/completions", **ASKED, model="cleo")
         assert "its weights take" in answer.error["message"]
+
+
+def test_pages_that_were_asked_for_count_as_memory(folders: dict[str, Path], expected: dict[str, str]) -> None:
+    """Pages of a given number are within the budget too, by what the engine takes and not by an estimate."""
+    with hw.Engine(folders["ada"], threads=1, pages=PAGES) as engine:
+        one, cache = engine.info.weight_bytes + engine.info.kv_bytes, engine.info.kv_bytes
+        page = cache // PAGES
+    several = SeveralModels.of([f"{name}={path}" for name, path in folders.items()], None, (), (), None)
+    for pages, budget, fitting in ((PAGES, 2 * one, {"bob", "cleo"}), (2 * one // page + 1, 2 * one, set())):
+        options = ComputeOptions(memory=str(budget), threads=1, device="cpu")
+        sources = several.sources(ServerSettings(model=""), options, {"pages": pages}, hw.Engine)
+        with many(sources, Loader()) as served:
+            for name in folders:
+                answer = served.post("/v1/completions", **ASKED, model=name)
+                if fitting:
+                    assert answer.json["choices"][0]["text"] == expected[name]
+                else:
+                    assert (answer.status, answer.error["code"]) == (503, "out_of_memory")
+                    assert f"{pages} pages of {page} bytes need" in answer.error["message"]
+            served.settled()
+            assert served.loaded() == fitting
+            assert sum(model.bytes for model in served.models.all()) == len(fitting) * one
 
 
 def test_requests_that_wait_for_a_model_are_bounded_and_may_leave(folders: dict[str, Path]) -> None:

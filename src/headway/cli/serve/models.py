@@ -58,8 +58,7 @@ class SeveralModels:
 
         def opener(find: Callable[[], Path]) -> OpenModel:
             def open(memory: int | None, progress: LoadProgress) -> Engine:
-                share = {} if sizes.get("pages") is not None else {"memory": memory}
-                return open_served(find(), progress=progress, **given, **sizes, **share)
+                return open_served(find(), progress=progress, memory=memory, **given, **sizes)
 
             return open
 

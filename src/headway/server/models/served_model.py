@@ -71,6 +71,7 @@ class ServedModel:
         self.used_at = 0.0  # a time.monotonic() value
         self.idle_timeout = settings.idle_timeout  # seconds without requests until it is unloaded
         self.bytes = 0  # of the memory that models share
+        self.measured: int | None = None  # what it took the last time, where it alone decides that
         self.progress: tuple[int, int] | None = None  # layers loaded, and all of them
         self.loading_since = 0.0
         self.load_seconds: float | None = None  # that the last load took

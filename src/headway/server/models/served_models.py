@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from headway.base.errors import HeadwayError, ModelError, OutOfMemory
+from headway.base.errors import HeadwayError, ModelError, OutOfMemory, OutOfPages
 from headway.base.text import format_bytes, short_repr
 from headway.server import logs
 from headway.server.adapters import ServedAdapter
@@ -224,7 +224,7 @@ class ServedModels:
         assert model.failure is not None
         text = f"the model {model.name!r} could not be loaded: {_told(model)}; it is tried again in {wait} s"
         after = {"Retry-After": str(wait)}
-        if isinstance(model.failure, OutOfMemory):
+        if isinstance(model.failure, OutOfMemory | OutOfPages):
             return ApiError(503, text, param="model", code="out_of_memory", headers=after)
         return ApiError(503, text, param="model", code="load_failed", headers=after)
 
@@ -290,7 +290,8 @@ class ServedModels:
                 needed = await self._reserve(model)
                 model.loading_since = time.monotonic()
                 logs.info("loading", model=model.name, **({} if needed is None else {"memory": format_bytes(needed)}))
-                loaded = await self._serving.loaders.run(lambda: opened(model, needed), discard)
+                share = self._share(model, needed)
+                loaded = await self._serving.loaders.run(lambda: opened(model, share), discard)
         except asyncio.CancelledError:
             self._set_absent(model)
             raise
@@ -305,7 +306,7 @@ class ServedModels:
         if budget is None:
             return None
         sizes = await self._serving.readers.run(lambda: model.source.sizes)
-        needed = allowance(sizes, budget, self._sources.pages)
+        needed = model.measured or allowance(sizes, budget, self._sources.pages)
         async with self._room:
             while True:
                 room = room_for(needed or 0, self.all(), budget)
@@ -315,6 +316,14 @@ class ServedModels:
                 for other in room.leaving:
                     self._drain(other)
                 await self._changed.wait()
+
+    def _share(self, model: ServedModel, needed: int | None) -> int | None:
+        """The bytes that an engine may take: with pages of a given number all that other models leave, as it alone
+        knows what its weights and pages take; it refuses what does not fit."""
+        budget = self._sources.budget
+        if budget is None or self._sources.pages is None:
+            return needed
+        return budget - sum(other.bytes for other in self.all() if other is not model)
 
     def _drain(self, model: ServedModel) -> None:
         """Take no more users; the last one closes it."""
@@ -331,8 +340,8 @@ class ServedModels:
         model.used_at, model.load_seconds = time.monotonic(), time.monotonic() - model.loading_since
         self.loads += 1
         logs.info("ready", model=model.name, **facts(loaded.engine), seconds=round(model.load_seconds, 2))
-        if budget is not None and not model.bytes:  # nothing was known of it before
-            model.bytes = info.weight_bytes + info.kv_bytes
+        if budget is not None and (not model.bytes or self._sources.pages is not None):  # it was an estimate, if that
+            model.bytes = model.measured = info.weight_bytes + info.kv_bytes
             if sum(one.bytes for one in self.all()) > budget:
                 return self._load_failed(model, _too_large(model.bytes, budget))
             return self._give(model, loaded)
