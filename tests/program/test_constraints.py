@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy, deepcopy
 from datetime import datetime, time
 from decimal import Context as DecimalContext
 from decimal import Decimal, InvalidOperation, localcontext
@@ -34,6 +36,7 @@ from headway.program.constraints.grammar import CHOICES, LARK_NAMES, Grammar
 from headway.program.constraints.json_schema import DEPTH, NODES, OPTIONAL
 from headway.program.constraints.patterns import PATTERN
 from headway.text import Tokenizer
+from headway.text.stream import TextStream
 from support.schemas import array, obj, schemas
 from support.sweeps import swept
 
@@ -500,6 +503,21 @@ def test_rollback_and_copy_are_exact(grammar, start, tokenizer, closers):
             assert np.array_equal(other.mask(), states[at][0])
             other.accept(tokens[at])
         at = to
+
+
+def test_a_deep_copy_is_a_copy_and_a_pickle_is_refused(start, tokenizer):
+    one = start(Grammar.regex("ab*c"))
+    one.accept(tokenizer.encode("a")[0])
+    for twin in (deepcopy(one), copy(one)):
+        twin.accept(tokenizer.encode("c")[0])
+        assert twin.may_end
+        assert not one.may_end
+    with pytest.raises(hw.Unsupported, match="pickle the Grammar"):
+        pickle.dumps(one)
+    for value in (tokenizer, TextStream(tokenizer)):
+        for act in (pickle.dumps, deepcopy):
+            with pytest.raises(hw.Unsupported, match="a tokenizer cannot be pickled"):
+                act(value)
 
 
 def test_forced_tokens_are_the_only_text_that_can_follow(start, tokenizer, closers):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -252,3 +254,15 @@ def test_a_prompt_that_fills_max_length_is_refused() -> None:
     assert GenerationDefaults(max_length=5, max_new_tokens=1).max_tokens(5) == 1
     assert GenerationDefaults().max_tokens(5) is None
     assert GenerationDefaults(min_length=3).min_tokens(5) == 0
+
+
+def test_defaults_can_be_pickled_and_copied_and_their_unknown_keys_cannot_be_changed(tmp_path: Path) -> None:
+    found = written(tmp_path, {"temperature": 0.5, "eos_token_id": [1, 2], "bad_words_ids": [[3, 4]], "mine": {"a": 1}})
+    for twin in (
+        pickle.loads(pickle.dumps(found)),
+        copy.deepcopy(found),
+        found.overridden(top_k=3).overridden(top_k=4),
+    ):
+        assert (twin.given | {"top_k": 4}, twin.unknown) == (found.given | {"top_k": 4}, found.unknown)
+        with pytest.raises(TypeError):
+            twin.unknown["mine"] = 2

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.base.checks import check_token_id
 from headway.base.dataclass import dataclass
@@ -98,6 +98,11 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"<Tokenizer: {self.vocab_size} tokens, bos_id={self.bos_id}, eos_ids={self.eos_ids}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(
+            "a tokenizer cannot be pickled or copied; it never changes, and another process loads its own"
+        )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:

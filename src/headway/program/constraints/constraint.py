@@ -17,13 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, WrongType
+from headway.base.errors import GrammarTooSlow, InvalidInput, InvalidToken, Unsupported, WrongType
 from headway.base.system.machine import read_machine
 from headway.base.text import short_repr
 from headway.program.constraints.bitmask import MaskLayout
@@ -355,11 +354,21 @@ class GrammarMatcher:
     def copy(self) -> GrammarMatcher:
         with self._lock:
             self._catch_up()
-            twin = copy(self)
+            twin = object.__new__(type(self))
+            vars(twin).update(vars(self))
             twin._matcher, twin._accepted = self._matcher.deep_copy(), self._accepted[:]
             twin._noted, twin._sure, twin.pace, twin._lock = [], self._sure.copy(), self.pace.copy(), threading.RLock()
             self._shares = twin._shares = True
             return twin
+
+    def __copy__(self) -> GrammarMatcher:
+        return self.copy()
+
+    def __deepcopy__(self, memo: object) -> GrammarMatcher:
+        return self.copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported("a compiled grammar cannot be pickled; pickle the Grammar, or copy() it in this process")
 
     def forced(self) -> list[int]:
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -91,6 +92,10 @@ class GenerationDefaults:
         for name, check in CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check(value, name))
+        object.__setattr__(self, "unknown", MappingProxyType(dict(self.unknown)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self.given, unknown=dict(self.unknown)), ()
 
     @classmethod
     def from_folder(cls, path: str | Path | None) -> Self:
@@ -104,7 +109,7 @@ class GenerationDefaults:
         if known.get("pad_id") == -1:
             known["pad_id"] = None  # older files write "none" like this
         try:
-            return cls(**known, unknown=MappingProxyType(unknown))
+            return cls(**known, unknown=unknown)
         except (InvalidInput, WrongType) as error:
             raise BadModelFile(f"{file} cannot be used: {error}") from error
 
