@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import headway as hw
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "headway"
@@ -37,14 +43,53 @@ def test_every_folder_of_the_tree_exists() -> None:
             assert (SOURCES / name.strip()).is_dir() or (SOURCES / f"{name.strip()}.py").exists(), name
 
 
-def test_a_decode_token_is_followed_through_ten_files() -> None:
-    walk = (
-        PAGE.split("## The decode step")[1].split("\n7. ")[0]
-        + PAGE.split("\n7. **`program/generation")[1].split("\n\n")[0]
+DECODE_STEP = PAGE.split("## The decode step")[1].split("\n## ")[0]
+WALK, ASKED = (
+    set(re.findall(r"`([\w/]+\.(?:py|cpp))`", part)) & NAMED
+    for part in (
+        DECODE_STEP.split("\n1. ")[1].split("\n\n")[0],
+        DECODE_STEP.split("**Asked on the way**")[1].split("\n\n")[0],
     )
-    files = set(re.findall(r"`([\w/]+\.(?:py|cpp))`", walk)) | {"program/generation/generator.py"}
-    assert [name for name in sorted(files) if not (SOURCES / name).exists()] == []
-    assert len(files) == 10
+)
+
+
+def test_a_decode_token_is_followed_through_ten_files() -> None:
+    assert len(WALK) == 10
+    assert not WALK & ASKED
+
+
+def test_a_decode_token_takes_the_files_that_are_named(smollm2_path: Path) -> None:
+    """Every one of them for each token, and no other."""
+    calls: Counter[str] = Counter()
+    first, last, number, counting = 20, 84, 0, False
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if counting and event == "call" and not frame.f_code.co_name.startswith("<"):  # no expressions over many
+            calls[frame.f_code.co_filename] += 1
+
+    async def program(engine: hw.Engine) -> None:
+        nonlocal counting, number
+        async with engine.context() as ctx:
+            ctx.fill("A lighthouse is")
+            async for _ in ctx.generate(hw.Argmax(), max_tokens=last + 8, stop_only=True):
+                number += 1
+                counting = first <= number < last
+
+    threading.setprofile(note)  # of threads that begin from now on
+    try:
+        with hw.Engine("smollm2", threads=1, pages=64) as engine:
+            if "native" not in engine.info.runner:
+                pytest.skip("the native library is not here")
+            thread = threading.Thread(target=engine.run, args=[program])
+            thread.start()
+            thread.join()
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert number == last + 8
+    counted = {name: count for name, count in calls.items() if Path(name).is_relative_to(SOURCES)}
+    taken = {str(Path(name).relative_to(SOURCES)) for name, count in counted.items() if count > (last - first) / 2}
+    documented = {name for name in WALK | ASKED if name.endswith(".py")}
+    assert (sorted(taken - documented), sorted(documented - taken)) == ([], [])
 
 
 def test_every_package_is_a_layer() -> None:
