@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 import headway as hw
-from headway.remote.connection.transport import _UnixTransport
+from headway.remote.connection.transport import _UnixTransport, _WebSocketTransport
 from headway.remote.protocol.codec import decode
 from headway.server.keys import add_key
 from headway.server.sessions.sockets import CLOSED
@@ -157,27 +158,29 @@ def test_what_belongs_to_another_session_does_not_exist(served: Served) -> None:
 
 
 class Cut:
-    """Cuts a client's connection when it sends, or has received, a message with a number."""
+    """Cuts a client's connection when it sends, or has received, a message with a number; hello and welcome are 1."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, receiving: bool, for_good: bool) -> None:
-        self.at, self.seen, self.for_good, self.cuts = at, 0, for_good, 0
-        monkeypatch.setattr(_UnixTransport, "receive" if receiving else "send", self._wrapped(receiving))
-        self._open = _UnixTransport.open.__func__  # type: ignore[attr-defined]
-        monkeypatch.setattr(_UnixTransport, "open", classmethod(self._opened))
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, at: int, *, receiving: bool, for_good: bool, kind: Any = _UnixTransport
+    ) -> None:
+        self.at, self.seen, self.for_good, self.cuts, self.kind = at, 0, for_good, 0, kind
+        monkeypatch.setattr(kind, "receive" if receiving else "send", self._wrapped(receiving))
+        self._open = kind.open.__func__
+        monkeypatch.setattr(kind, "open", classmethod(self._opened))
 
-    async def _opened(self, cls: Any, path: str, timeout: float) -> Any:
+    async def _opened(self, cls: Any, *args: Any) -> Any:
         if self.cuts and self.for_good:
             raise ConnectionError("the cable is cut")
-        return await self._open(cls, path, timeout)
+        return await self._open(cls, *args)
 
     def _wrapped(self, receiving: bool) -> Any:
-        before = _UnixTransport.receive if receiving else _UnixTransport.send
+        before = self.kind.receive if receiving else self.kind.send
 
         async def wrapped(transport: Any, *args: Any) -> Any:
             self.seen += 1
             if self.seen == self.at and not self.cuts:
                 self.cuts += 1
-                transport._writer.transport.abort()
+                (transport._writer if self.kind is _UnixTransport else transport._socket).transport.abort()
                 raise ConnectionError("cut")
             return await before(transport, *args)
 
@@ -197,10 +200,10 @@ async def busy(engine: Any) -> Any:
         return found
 
 
-def messages_of(served: Served, monkeypatch: pytest.MonkeyPatch, *, receiving: bool) -> int:
-    with monkeypatch.context() as patch:
-        cut = Cut(patch, -1, receiving=receiving, for_good=False)
-        with hw.connect(served.url) as engine:
+def messages_of(url: str, *, receiving: bool, kind: Any = _UnixTransport) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        cut = Cut(patch, -1, receiving=receiving, for_good=False, kind=kind)
+        with hw.connect(url) as engine:
             engine.run(busy)
         return cut.seen
 
@@ -210,7 +213,7 @@ def test_a_connection_cut_at_any_message_is_resumed_with_the_same_results(
     served: Served, monkeypatch: pytest.MonkeyPatch, receiving: bool
 ) -> None:
     expected = served.engine.run(busy)
-    for at in range(2, messages_of(served, monkeypatch, receiving=receiving), 3):
+    for at in range(2, messages_of(served.url, receiving=receiving), 3):
         with monkeypatch.context() as patch:
             cut = Cut(patch, at, receiving=receiving, for_good=False)
             with hw.connect(served.url) as engine:
@@ -220,23 +223,33 @@ def test_a_connection_cut_at_any_message_is_resumed_with_the_same_results(
     until_quiet(served)
 
 
+def cut_for_good(url: str, until_nothing_is_held: Callable[[], object], kind: Any, *, receiving: bool) -> None:
+    """Run a program once for each of its messages, at which its connection ends for ever."""
+    last = messages_of(url, receiving=receiving, kind=kind)
+    for at in range(1, last):
+        with pytest.MonkeyPatch.context() as patch:
+            cut = Cut(patch, at, receiving=receiving, for_good=True, kind=kind)
+            with suppress(hw.ConnectionFailed), hw.connect(url) as engine:
+                engine.run(busy)
+            assert cut.cuts == 1 or at > cut.seen
+        until_nothing_is_held()
+    assert last > 10
+
+
 @pytest.mark.parametrize("receiving", [False, True], ids=["sending", "receiving"])
-def test_a_connection_cut_for_good_at_every_message_leaves_no_page(
-    monkeypatch: pytest.MonkeyPatch, receiving: bool
-) -> None:
+def test_a_connection_cut_for_good_at_every_message_leaves_no_page(receiving: bool) -> None:
     server = Served(hw.Engine(random_model(), pages=64, threads=1), session_grace=0.05)
     try:
-        for at in range(2, messages_of(server, monkeypatch, receiving=receiving)):
-            with monkeypatch.context() as patch:
-                Cut(patch, at, receiving=receiving, for_good=True)
-                engine = hw.connect(server.url)
-                with suppress(hw.ConnectionFailed):
-                    engine.run(busy)
-                engine.close()
-            until_quiet(server)
+        cut_for_good(server.url, lambda: until_quiet(server), _UnixTransport, receiving=receiving)
     finally:
         server.close()
         server.engine.close()
+
+
+@pytest.mark.parametrize("receiving", [False, True], ids=["sending", "receiving"])
+def test_a_websocket_cut_for_good_at_every_message_leaves_no_page(receiving: bool) -> None:
+    with live(hw.Engine(random_model(), pages=64, threads=1), session_grace=0.05) as server:
+        cut_for_good(server.url, lambda: server.until(server.is_quiet), _WebSocketTransport, receiving=receiving)
 
 
 def test_a_session_ends_after_its_grace_time(served: Served) -> None:
