@@ -310,8 +310,7 @@ def test_what_is_not_there_is_refused_and_listed(case: Case) -> None:
     assert "the native step (torch computes it on a CPU)" not in can.missing()
     with pytest.raises(hw.Unsupported, match=f"the {family} model has .*not split; run it without tensor_parallel"):
         hw.Engine(case.folder, pages=8, tensor_parallel=2)
-    with pytest.raises(hw.Unsupported, match=f"the {family} family cannot be updated"):
-        case.engine.update_weights({})
+    assert can.update_weights
 
 
 BITWISE = ("gemma3n", "gemma3n-second-stream", "gemma4", "gemma4-experts", "gemma4-even")

@@ -51,7 +51,7 @@ class Capabilities:
             adapts_head=config.description.logit_scale == 1.0 and config.description.logit_cap is None,
             quantize=native and not split,
             keeps_quantized=native and not split,
-            update_weights=plain,
+            update_weights=plain or not split,
             shift_pages=not config.description.learned_positions and not recurs,
             masks=not recurs,
             move_slots=not recurs,

@@ -107,6 +107,11 @@ def folder_array(roles: Roles, role: str, shape: tuple[int, ...], at: str) -> np
     return _QuantizedReader(roles, None, keep=False, quantize=None)._array(role, shape, at, "float32")
 
 
+def folder_vector(roles: Roles, role: str, shapes: Shapes, at: str) -> np.ndarray:
+    """The same of a vector, as a decoder has it."""
+    return _QuantizedReader(roles, None, keep=False, quantize=None).vector(role, shapes, at)
+
+
 def _unit_norms(config: ModelConfig, layer: int) -> dict[str, np.ndarray]:
     """The weights of norms that have none in files: ones, in layers with a rope."""
     ropes = config.description.ropes

@@ -55,7 +55,7 @@ def load_described(
     with open_weights(path) as weights:
         roles = Roles.of(path, config, weights)
         roles.check()
-        return build_described(_DescribedReader(config, dtype, device, roles, keep_fp4), progress, split)
+        return build_described(DescribedReader(config, dtype, device, roles, keep_fp4), progress, split)
 
 
 class RoleReader(Protocol):
@@ -80,7 +80,7 @@ class RoleReader(Protocol):
 
 
 @dataclass(eq=False)
-class _DescribedReader:
+class DescribedReader:
     """The weights in files."""
 
     config: ModelConfig
@@ -151,7 +151,7 @@ def build_described(reader: RoleReader, progress: LoadProgress | None = None, sp
             reader.last.clear()
     layers = []
     for i in range(c.layers):
-        layers.append(_layer(reader, i) if split is None else split.layer(_layer(reader, i)))
+        layers.append(described_layer(reader, i) if split is None else split.layer(described_layer(reader, i)))
         if progress is not None:
             progress(i + 1, c.layers)
     outer.setdefault("output", outer["embedding"])
@@ -177,7 +177,8 @@ def _decoder_kind(c: ModelConfig) -> Any:
     return Kind
 
 
-def _layer(reader: RoleReader, i: int) -> DescribedLayer:
+def described_layer(reader: RoleReader, i: int) -> DescribedLayer:
+    """One layer of a reader's model."""
     c = reader.config
     shapes = layer_shapes(c, i)
 

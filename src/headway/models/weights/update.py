@@ -20,22 +20,29 @@ from headway.kernels.host.quantized import (
     KINDS,
     QuantizedMatrix,
     interleave_floats,
+    padded_experts,
     quantize_int4,
     quantize_int8,
 )
 from headway.models.config import ModelConfig
-from headway.models.families import is_llama_like
+from headway.models.families import by_name, is_llama_like
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
-from headway.models.weights.roles import HARMLESS, HF_NAMES
-from headway.models.weights.shapes import layer_shapes, model_shapes
+from headway.models.weights.given import (
+    GivenRoles,
+    check_whole_experts,
+    folder_names,
+    folder_shapes,
+)
+from headway.models.weights.load import folder_array, folder_vector
+from headway.models.weights.roles import HARMLESS, HF_NAMES, parts_of
+from headway.models.weights.rows import half_split
+from headway.models.weights.shapes import Shapes, layer_shapes, model_shapes
 
 FLOATS = {kind: name for name, kind in KINDS.items()}
 
 
 def checked(config: ModelConfig, tensors: Mapping[str, Any]) -> GivenWeights:
     """The weights of an update of a whole model, all of them checked before anything is made."""
-    if not is_llama_like(config):
-        raise Unsupported(f"weights of the {config.family} family cannot be updated in place; load them anew")
     given = GivenWeights(config, tensors)
     given.check()
     return given
@@ -44,7 +51,12 @@ def checked(config: ModelConfig, tensors: Mapping[str, Any]) -> GivenWeights:
 def updated(decoder: Any, given: GivenWeights, quantize: str | None = None) -> Any:
     """The decoder with these weights in place of its own."""
     if isinstance(decoder, QuantizedDecoder):
-        return _QuantizedUpdate(given, quantize).decoder(decoder)
+        llama = is_llama_like(decoder.config)
+        return (_QuantizedUpdate if llama else _QuantizedRoles)(given, quantize).decoder(decoder)
+    if not is_llama_like(decoder.config):
+        from headway.models.weights.update_described import described
+
+        return described(decoder, given.by_role())
     from headway.models.weights.update_tensors import dense
 
     return dense(decoder, given)
@@ -59,6 +71,13 @@ class GivenWeights:
         self.config = config
         self._tensors = {name: _weight(name, value) for name, value in tensors.items() if not _is_harmless(name)}
         self._tensors |= {name: _weight(name, tensors[name]) for name in ("lm_head.weight",) if name in tensors}
+        if not is_llama_like(config):
+            self._tensors = folder_names(config, self._tensors)
+
+    def by_role(self) -> GivenRoles:
+        """The same by role, of a family that is not Llama's."""
+        tied = parts_of(by_name(self.config.family), gguf=False)["output"] if self.config.tied else None
+        return GivenRoles(self.config, {name: t for name, t in self._tensors.items() if name != tied})
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -90,16 +109,21 @@ class GivenWeights:
                 )
             if not _is_finite(tensor):
                 raise InvalidInput(f"the weight {name!r} has values that are not finite numbers")
-        head, table = self.get(HF_NAMES["output"]), self.get(HF_NAMES["embedding"])
+        names = parts_of(by_name(self.config.family), gguf=False)
+        output, embedding = str(names["output"]), str(names["embedding"])
+        head, table = self.get(output), self.get(embedding)
         if self.config.tied and head is not None and (table is None or not _alike(head, table)):
-            raise InvalidInput(
-                f"{HF_NAMES['output']!r} is tied to {HF_NAMES['embedding']!r} in this model; "
-                "give that one, or both alike"
-            )
+            raise InvalidInput(f"{output!r} is tied to {embedding!r} in this model; give that one, or both alike")
+        if not is_llama_like(self.config):
+            check_whole_experts(self.config, self._tensors)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The weights of a Llama-like model, by their names in a Hugging Face folder, with their shapes."""
+    """The weights of a model, by their names in a Hugging Face folder, with their shapes."""
+    if not is_llama_like(config):
+        names = parts_of(by_name(config.family), gguf=False)
+        shapes = folder_shapes(config)
+        return {str(names["output"]): shapes[str(names["embedding"])], **shapes}
     shapes = {HF_NAMES[role]: shape for role, shape in model_shapes(config).items()}
     shapes[HF_NAMES["output"]] = shapes[HF_NAMES["embedding"]]  # a tied one may be given, too
     for i in range(config.layers):
@@ -179,19 +203,75 @@ class _QuantizedUpdate:
     def _matrix(
         self, old: QuantizedMatrix, name: str, weight: np.ndarray | None, bias: np.ndarray | None
     ) -> QuantizedMatrix:
-        kept = old.bias if bias is None else aligned(widen(bias)).copy()
-        if weight is None:
-            return old if bias is None else replace(old, bias=kept)
-        if old.kind in FLOATS:
-            return interleave_floats(narrow(weight, FLOATS[old.kind]), kept)
-        if old.kind == "int8":
-            return quantize_int8(weight, kept)
-        if self._quantize == "int4":
-            return quantize_int4(weight, kept)
-        raise Unsupported(
-            f"the weight {name!r} is kept as {old.label}, the format of its file, and cannot be made from floats; "
-            "load the model with dtype='float32', or from a folder of floats"
-        )
+        return _remade(old, name, weight, bias, self._quantize)
+
+
+class _QuantizedRoles:
+    """The same for families whose folders have other names and layouts than Llama's."""
+
+    def __init__(self, given: GivenWeights, quantize: str | None) -> None:
+        self._given, self._quantize = given.by_role(), quantize
+
+    def decoder(self, decoder: QuantizedDecoder) -> QuantizedDecoder:
+        shapes = model_shapes(self._given.config)
+        new = self._parts(decoder, shapes, None)
+        tied, outer = "output" not in shapes, replace(decoder, **new)
+        if tied and ("embedding" in new or "output_bias" in shapes):
+            bias = self._array("output_bias", shapes, None) if "output_bias" in shapes else None
+            kept = decoder.output.bias if bias is None else aligned(bias)
+            outer = replace(outer, output=outer.embedding if kept is None else replace(outer.embedding, bias=kept))
+        layers = [self._layer(layer, i) for i, layer in enumerate(decoder.layers)]
+        return replace(outer, layers=tuple(layers))
+
+    def _layer(self, layer: QuantizedLayer, i: int) -> QuantizedLayer:
+        if not self._given.in_layer(i):
+            return layer
+        return replace(layer, **self._parts(layer, layer_shapes(self._given.config, i), i))
+
+    def _parts(self, old: Any, shapes: Shapes, layer: int | None) -> dict[str, Any]:
+        """The weights of a layer, or outside of them, that are given."""
+        new: dict[str, Any] = {}
+        for role, shape in shapes.items():
+            was = getattr(old, role, None)
+            if isinstance(was, QuantizedMatrix):
+                weight, bias = self._array(role, shapes, layer), self._array(f"{role}_bias", shapes, layer)
+                if weight is not None or bias is not None:
+                    new[role] = _remade(was, f"{self._given.at(layer)}{role}", weight, bias, self._quantize)
+            elif was is not None and self._given.has(role, shape, layer):
+                new[role] = aligned(folder_vector(self._given.roles, role, shapes, self._given.at(layer)).copy())
+        return new
+
+    def _array(self, role: str, shapes: Shapes, layer: int | None) -> np.ndarray | None:
+        """A weight as a matrix in the decoder's order, None if it is not given."""
+        c = self._given.config
+        if role not in shapes or not self._given.has(role, shapes[role], layer):
+            return None
+        array = folder_array(self._given.roles, role, shapes[role], self._given.at(layer))
+        base = role.removesuffix("_bias")
+        if base in ("q", "k") and by_name(c.family).interleaved_hf:
+            return half_split(array, c.head_dim, c.rope.dim)
+        if layer is None and base not in shapes:
+            return array
+        return padded_experts(array) if len(shapes[base]) == 3 else array
+
+
+def _remade(
+    old: QuantizedMatrix, name: str, weight: np.ndarray | None, bias: np.ndarray | None, quantize: str | None
+) -> QuantizedMatrix:
+    """A matrix of new values in the format of the old one."""
+    kept = old.bias if bias is None else aligned(widen(bias)).copy()
+    if weight is None:
+        return old if bias is None else replace(old, bias=kept)
+    if old.kind in FLOATS:
+        return interleave_floats(narrow(weight, FLOATS[old.kind]), kept)
+    if old.kind == "int8":
+        return quantize_int8(weight, kept)
+    if quantize == "int4":
+        return quantize_int4(weight, kept)
+    raise Unsupported(
+        f"the weight {name!r} is kept as {old.label}, the format of its file, and cannot be made from floats; "
+        "load the model with dtype='float32', or from a folder of floats"
+    )
 
 
 def _like(new: np.ndarray | None, old: np.ndarray) -> np.ndarray:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from headway.base.arrays import from_tensor, widen
-from headway.base.errors import InvalidInput
+from headway.base.errors import InvalidInput, Unsupported
 from headway.base.text import short_repr
 from headway.models.config import ModelConfig
+from headway.models.families import is_llama_like
 from headway.models.weights.update import GivenWeights, checked, updated
 from headway.program.kv_cache.tiers import page_scope
 from headway.runtime.adapters import NoWeights
@@ -29,6 +30,7 @@ def update_weights(engine: Engine, tensors: Mapping[str, Any], contexts: Context
     if not isinstance(contexts, str) or contexts not in ("recompute", "keep"):
         raise InvalidInput(f"contexts is {short_repr(contexts)}; it must be 'recompute' or 'keep'")
     model, before, ranks = engine._model, engine._model.backend.decoder, engine._model.backend.ranks
+    _check_kind(engine)
     with running_out(before.device, "making the new weights"):
         given = checked(model.config, tensors)
         own = given if ranks is None else _share(given, ranks, before.config)
@@ -52,6 +54,23 @@ def update_weights(engine: Engine, tensors: Mapping[str, Any], contexts: Context
             engine._loop.replace_runner(runner)
 
     engine._loop.call(swap, even_asleep=True)
+
+
+def _check_kind(engine: Engine) -> None:
+    """Raise if the names of a folder's weights say nothing about the weights as they are kept."""
+    model = engine._model
+    if is_llama_like(model.config):
+        return
+    if model.path is not None and model.path.is_file():
+        raise Unsupported(
+            f"the {model.config.family} model was loaded from a GGUF file, whose weights lie otherwise than those of a "
+            "folder; load the folder to update its weights"
+        )
+    if model.backend.ranks is not None:
+        raise Unsupported(
+            f"weights of the {model.config.family} family cannot be updated over {model.backend.tensor_parallel} "
+            "ranks; load the model without tensor_parallel"
+        )
 
 
 def _share(given: GivenWeights, ranks: Ranks, config: ModelConfig) -> GivenWeights:
