@@ -33,7 +33,12 @@ DOCS_STAMP := $(VENV)/.headway-docs-$(KEY)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help run wheel test test-all browser programs native-sanitize gpu-sanitize lint format docs clean clean-all
+# What the tests compare GGUF files with, in an environment of its own.
+LLAMA_CPP := llama-cpp-python==0.3.36
+LLAMA := $(VENV)/llama
+LLAMA_PYTHON := $(or $(HEADWAY_TEST_LLAMA_PYTHON),$(if $(filter 1,$(HEADWAY_NO_LLAMA)),,$(abspath $(LLAMA))/bin/python))
+
+.PHONY: help run wheel test test-all browser programs llama native-sanitize gpu-sanitize lint format docs clean clean-all
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,11 +52,11 @@ test: $(TEST_STAMP) browser ## run the tests (ARGS="tests/kv -x" narrows them)
 	@$(PY) -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder) || { code=$$?; $(if $(strip $(ARGS)),,$(run_alone);) exit $$code; }
 
 # All of it where nothing may fall back to torch unnoticed, then the program API once more on the torch reference.
-test-all: $(TEST_STAMP) browser programs ## run the slow tests too, and write build/test-all.log
+test-all: $(TEST_STAMP) browser programs llama ## run the slow tests too, and write build/test-all.log
 	@mkdir -p build
 	@HEADWAY_NATIVE_BUILD=all $(PIP) install --quiet --no-deps --no-build-isolation --no-compile -e .  # every instruction set
 	@{ failed=0; $(PY) tests/native/check.py || failed=1; $(PY) tests/native/arm.py || failed=1; \
-	HEADWAY_NATIVE=$${HEADWAY_NATIVE:-require} $(PY) -m pytest -m "not gpu" --hypothesis-profile=all --color=no --junitxml=build/test-all.xml $(ARGS) || failed=1; \
+	HEADWAY_TEST_LLAMA_PYTHON='$(LLAMA_PYTHON)' HEADWAY_NATIVE=$${HEADWAY_NATIVE:-require} $(PY) -m pytest -m "not gpu" --hypothesis-profile=all --color=no --junitxml=build/test-all.xml $(ARGS) || failed=1; \
 	$(if $(strip $(ARGS)),,HEADWAY_NATIVE=off $(PY) -m pytest -m "not gpu" --hypothesis-profile=all --color=no tests/program tests/oracle || failed=1;) \
 	exit $$failed; } 2>&1 | tee build/test-all.log
 
@@ -67,6 +72,10 @@ wheel: $(RUN_STAMP) ## build a wheel with every instruction set into dist/, and 
 
 programs: $(TEST_STAMP) ## build the sandbox's guest for uploaded programs, and a wheel of it, in build/programs
 	@$(build_guest)
+
+# Best effort, too: without it those tests fail.
+llama: $(TEST_STAMP) ## build llama.cpp for the tests that compare with it; HEADWAY_NO_LLAMA=1 leaves them out
+	@$(if $(filter 1,$(HEADWAY_NO_LLAMA)),true,$(get_llama))
 
 native-sanitize: $(TEST_STAMP) ## run the native library under sanitizers and valgrind
 	@$(PY) tests/native/check.py
@@ -155,6 +164,14 @@ define get_axe
 [[ -f $(VENV)/axe.min.js ]] || ! command -v npm >/dev/null || { \
 	folder=$$(mktemp -d) && (cd $$folder && timeout 60 npm pack axe-core@4 && tar xzf axe-core-*.tgz) >/dev/null 2>&1 \
 	&& cp $$folder/package/axe.min.js $(VENV)/axe.min.js; rm -rf $$folder; true; }
+endef
+
+define get_llama
+[[ -n '$(HEADWAY_TEST_LLAMA_PYTHON)' || -f $(VENV)/.headway-$(LLAMA_CPP) ]] || { \
+	echo "Building llama.cpp for the tests that compare with it, which takes some minutes."; \
+	$(PY) -m venv --without-pip $(LLAMA) && $(PIP) --python $(LLAMA)/bin/python install --quiet numpy $(LLAMA_CPP) && \
+	touch $(VENV)/.headway-$(LLAMA_CPP); } || echo "$(LLAMA_CPP) cannot be installed here: the tests that compare with llama.cpp \
+fail without it. Name a Python that has it in HEADWAY_TEST_LLAMA_PYTHON, or set HEADWAY_NO_LLAMA=1 to leave them out."
 endef
 
 define check_python

@@ -292,6 +292,19 @@ def test_make_test_installs_the_test_extra_and_runs_the_suite(made: Made) -> Non
     assert made.asked[-1].startswith("-m|pytest|-n|")
 
 
+def test_make_test_all_builds_llama_cpp_for_the_tests_that_need_it(made: Made) -> None:
+    assert made("llama").returncode == 0
+    venv, install = (line for line in made.asked if "llama" in line)
+    assert venv == f"-m|venv|--without-pip|{made.folder}/llama|"
+    assert f"--python|{made.folder}/llama/bin/python|install|--quiet|numpy|llama-cpp-python==" in install
+    before = len(made.asked)
+    assert made("llama").returncode == 0
+    assert len(made.asked) == before  # once
+    for left_out, wanted in (("0", f"{made.folder}/llama/bin/python"), ("1", "")):
+        shown = made(f"HEADWAY_NO_LLAMA={left_out}", "-n", "test-all").stdout
+        assert f"HEADWAY_TEST_LLAMA_PYTHON='{wanted}'" in shown
+
+
 def test_a_python_that_cannot_make_environments_is_named(made: Made, tmp_path: Path) -> None:
     (tmp_path / "venv-broken").write_text("#!/bin/bash\nexit 1\n")
     (tmp_path / "venv-broken").chmod(0o755)

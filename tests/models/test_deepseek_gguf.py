@@ -11,28 +11,18 @@ import pytest
 import headway as hw
 from headway.models.files.gguf import GgufFile
 from support.checks import all_logits, assert_close, random_tokens, reference_logits
-from support.gguf_deepseek import write_deepseek
+from support.gguf_deepseek import FILES, write_deepseek
 from support.hf import save_hf
-from support.hf_families import LATENT, MSCALE, build_hf, family_model
-
-SAME = {**MSCALE, "mscale": 0.6}  # such files have one of the two alone
-MORE = {
-    "deepseek-v2-yarn": (
-        "DeepseekV2",
-        {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": SAME, "routed_scaling_factor": 2.0},
-    ),
-    "deepseek-v3-yarn": ("DeepseekV3", {**LATENT, "rope_parameters": SAME}),
-    "deepseek-v2-plain": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True}),
-}
+from support.hf_families import build_hf, family_model
 
 
 @pytest.mark.parametrize("native", ["require", pytest.param("off", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", FILES)
 def test_a_gguf_file_is_the_model_it_was_written_from(
     name: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", native)
-    kind, config = MORE[name]
+    kind, config = FILES[name]
     _, model = build_hf(f"{kind}Config", f"{kind}ForCausalLM", config, 3)
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 40)
     expected = reference_logits(model, tokens)

@@ -1,6 +1,6 @@
 """GGUF files as llama.cpp computes them: its logits on the files that tests write, F32 tensors and KV cache.
 
-Needs a Python with llama-cpp-python in HEADWAY_TEST_LLAMA_PYTHON.
+Needs a Python with llama-cpp-python in HEADWAY_TEST_LLAMA_PYTHON; `make test-all` builds one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import pytest
 import headway as hw
 from headway.models.quantized.write import quantize_model
 from support.checks import all_logits, random_tokens
+from support.gguf_deepseek import FILES, write_deepseek
 from support.gguf_families import write_family
 from support.gguf_files import write_gguf
-from support.hf import random_hf, save_hf
+from support.gguf_recurrent import recurrent_model, write_recurrent
+from support.hf import build_hf, random_hf, save_hf
 from support.hf_families import family_model
 
-PYTHON = os.environ.get("HEADWAY_TEST_LLAMA_PYTHON")
+PYTHON = os.environ.get("HEADWAY_TEST_LLAMA_PYTHON") or None
 SCRIPT = Path(__file__).parents[1] / "support" / "llama_logits.py"
 NEAR = 1e-4  # of the largest logit
 TABLED = 2e-3  # the same where llama.cpp takes gelu from a table of float16
 GELU = ("gemma", "gpt2", "gpt-neox", "falcon", "starcoder2")  # families with it
+LOUD = {"gemma4-experts": 0.01, "gemma3n-published": 0.01}  # where later layers make more of that
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PYTHON is None, reason="HEADWAY_TEST_LLAMA_PYTHON names no Python with llama-cpp-python"),
@@ -35,17 +38,36 @@ FAMILIES = (
     *("gemma", "gemma2-head-scale", "gemma3-pattern", "phi3", "phi3-partial", "olmo2", "smollm3-every-fourth"),
     *("granite", "granite-moe", "cohere2-pattern", "stablelm", "stablelm-parallel-normed", "gpt2", "gpt-neox"),
     *("gpt-neox-serial", "falcon", "falcon-new", "starcoder2", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe"),
-    *("gpt-oss", "llama4-published"),
+    *("gpt-oss", "llama4-published", "phi", "olmo3", "gemma3n-published", "gemma4", "gemma4-experts", "gemma4-even"),
 )
+# Values as wide as keys, and no biases of state-space layers: llama.cpp has no others.
+WIDTHS = {"linear_value_head_dim": 8}
+RECURRENT: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3-next-plain", "qwen3.5", "qwen3.5-moe"), WIDTHS),
+    **{name: {} for name in ("lfm2", "mamba2", "mamba2-groups", "granite-hybrid")},
+    "granite-hybrid-dense": {"mamba_proj_bias": False},
+}
 # Left out, as llama.cpp may not compute it as transformers does: the windows of three families, and yarn, of which it
 # rounds the range that is blended, which GPT-OSS does not. And what its files do not have: biases, or a model without
-# them, and OLMoE with fewer heads of keys.
+# them, OLMoE with fewer heads of keys, other sizes of Gemma 3n than the published ones (and the deviation that decides
+# which activations stay is of a sample there, which narrow layers show), layers of Gemma 4 that share keys and values
+# with another than the last one but one, and logits without a cap.
 DIFFERENT: dict[str, dict[str, Any]] = {
     "gpt-neox-serial": {"attention_bias": True},
     "cohere2-pattern": {"attention_bias": False},
     "falcon-new": {"bias": False},
     "olmoe": {"num_key_value_heads": 4},
     **{name: {"sliding_window": None} for name in ("phi3", "starcoder2", "mixtral")},
+    "gemma3n-published": {
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 8192,
+        "activation_sparsity_pattern": [0.95] * 6,
+        "num_kv_shared_layers": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4": {"num_kv_shared_layers": 2},
+    "gemma4-experts": {"final_logit_softcapping": 6.0},
+    "gemma4-even": {"final_logit_softcapping": 6.0},
     "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 
@@ -65,7 +87,9 @@ def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
 
 
 def near(name: str) -> float:
-    return TABLED if name.startswith(GELU) else NEAR
+    if name in LOUD:
+        return LOUD[name]
+    return TABLED if name.startswith(GELU) or name == "phi" else NEAR
 
 
 def assert_near(ours: np.ndarray, theirs: np.ndarray, share: float = NEAR) -> None:
@@ -87,6 +111,29 @@ def test_other_families(name: str, tmp_path: Path) -> None:
     tokens = random_tokens(97, 40)
     with hw.Engine(path, pages=8, threads=2) as engine:
         assert_near(all_logits(engine, tokens), llama_logits(path, tokens), near(name))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_families_with_recurrent_layers(name: str, tmp_path: Path) -> None:
+    model = recurrent_model(name, **RECURRENT[name])
+    path, tokens = tmp_path / "m.gguf", random_tokens(97, 40)
+    write_recurrent(path, save_hf(tmp_path, model), model, metadata=_no_vocabulary)
+    with hw.Engine(path, pages=8, threads=2) as engine:
+        assert_near(all_logits(engine, tokens), llama_logits(path, tokens), near(name))
+
+
+# llama.cpp takes groups of DeepSeek V2 as V3's, and wants queries with a rank.
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("deepseek-v3-yarn", {}), ("deepseek-v2-yarn", {"n_group": 1, "topk_group": 1, "topk_method": "greedy"})],
+)
+def test_families_with_latent_attention(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    kind, config = FILES[name]
+    _, model = build_hf(f"{kind}Config", f"{kind}ForCausalLM", config | changes, 3)
+    path, tokens = tmp_path / "m.gguf", random_tokens(97, 40)
+    write_deepseek(path, save_hf(tmp_path, model), model, metadata=_no_vocabulary)
+    with hw.Engine(path, pages=8, threads=2) as engine:
+        assert_near(all_logits(engine, tokens), llama_logits(path, tokens))
 
 
 @pytest.mark.parametrize("name", ["gemma3-pattern", "phi3-partial", "gpt2", "granite-moe", "falcon"])

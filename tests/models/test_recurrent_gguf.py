@@ -9,16 +9,11 @@ import pytest
 
 import headway as hw
 from support.checks import all_logits, assert_close, random_tokens, reference_logits
-from support.gguf_recurrent import write_recurrent
+from support.gguf_recurrent import recurrent_model, write_recurrent
 from support.hf import save_hf
-from support.hf_families import DELTA, RECURRENT, SHARED, build_hf, family_model
 
 QUICK = ("lfm2", "qwen3.5", "granite-hybrid")
 SLOW = ("granite-hybrid-dense", "mamba2", "mamba2-groups", "qwen3-next-plain", "qwen3.5-moe")
-MORE = {
-    "mamba2-groups": ("Mamba2", {**RECURRENT["Mamba2"]["mamba2"], "n_groups": 1, "tie_word_embeddings": True}),
-    "qwen3-next-plain": ("Qwen3Next", {**DELTA, **SHARED}),  # llama.cpp has no dense layers
-}
 
 
 @pytest.mark.parametrize("native", ["require", pytest.param("off", marks=pytest.mark.slow)])
@@ -27,11 +22,7 @@ def test_a_gguf_file_is_the_model_it_was_written_from(
     name: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADWAY_NATIVE", native)
-    if name in MORE:
-        kind, config = MORE[name]
-        _, model = build_hf(f"{kind}Config", f"{kind}ForCausalLM", config, 3)
-    else:
-        _, model = family_model(name, seed=3)
+    model = recurrent_model(name)
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 40)
     expected = reference_logits(model, tokens)
     with hw.Engine(write_recurrent(tmp_path / "m.gguf", folder, model), pages=8, threads=1) as engine:

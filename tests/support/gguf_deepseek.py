@@ -4,6 +4,7 @@ writes them, with a matrix for keys and one for values in place of the one that 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,31 @@ from safetensors.torch import load_file
 
 from support.gguf_families import EXPERT
 from support.gguf_files import blocks_of
+from support.hf_families import LATENT, MSCALE
 
 DEEPSEEK_ARCHS = {"deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2}
 
+SAME = {**MSCALE, "mscale": 0.6}  # such files have one of the two alone
+# Models that such files can say: class and config.
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-yarn": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": SAME, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek-v3-yarn": ("DeepseekV3", {**LATENT, "rope_parameters": SAME}),
+    "deepseek-v2-plain": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True}),
+}
 
-def write_deepseek(path: Path, folder: Path, model: Any, *, kind: str = "F32", **changes: Any) -> Path:
+
+def write_deepseek(
+    path: Path,
+    folder: Path,
+    model: Any,
+    *,
+    kind: str = "F32",
+    metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    **changes: Any,
+) -> Path:
     """The model in a folder as a GGUF file; matrices in `kind`, the rest in F32. `changes` are keys of the file."""
     writer = gguf.GGUFWriter(path, "deepseek2")
     for key, value in (_keys(model.config) | changes).items():
@@ -33,6 +54,7 @@ def write_deepseek(path: Path, folder: Path, model: Any, *, kind: str = "F32", *
                 writer.add_float32(name, value)
             case _:
                 writer.add_string(name, value)
+    metadata(writer)
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, model.config.num_hidden_layers)
     for name, tensor in _converted(load_file(folder / "model.safetensors"), model.config).items():
         target = table.get_name(name, try_suffixes=(".weight", ".bias"))

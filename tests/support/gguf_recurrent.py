@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from support.gguf_files import blocks_of, interleaved
+from support.hf_families import DELTA, RECURRENT, SHARED, build_hf, family_model
 
 A = gguf.MODEL_ARCH
 RECURRENT_ARCHS = {
@@ -23,13 +24,35 @@ RECURRENT_ARCHS = {
     "qwen3_5_moe_text": A.QWEN35MOE,
 }
 
+# More models that such files can say: class and config.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2-groups": ("Mamba2", {**RECURRENT["Mamba2"]["mamba2"], "n_groups": 1, "tie_word_embeddings": True}),
+    "qwen3-next-plain": ("Qwen3Next", {**DELTA, **SHARED}),  # llama.cpp has no dense layers
+}
 
-def write_recurrent(path: Path, folder: Path, model: Any, *, kind: str = "F32") -> Path:
+
+def recurrent_model(name: str, **changes: Any) -> Any:
+    """A random model with recurrent layers by its name."""
+    if name not in MORE:
+        return family_model(name, seed=3, **changes)[1]
+    kind, config = MORE[name]
+    return build_hf(f"{kind}Config", f"{kind}ForCausalLM", config | changes, 3)[1]
+
+
+def write_recurrent(
+    path: Path,
+    folder: Path,
+    model: Any,
+    *,
+    kind: str = "F32",
+    metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+) -> Path:
     """The model in a folder as a GGUF file; large matrices in `kind`, the rest in F32."""
     c = model.config
     arch = RECURRENT_ARCHS[c.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _keys(writer, c)
+    metadata(writer)
     table = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
     for name, tensor in _converted(load_file(folder / "model.safetensors"), c):
         target = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -74,7 +97,10 @@ def _keys(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_dimension_count(int(dim * c.rope_parameters.get("partial_rotary_factor", 0.25)))
+    rotated = int(dim * c.rope_parameters.get("partial_rotary_factor", 0.25))
+    writer.add_rope_dimension_count(rotated)
+    if c.model_type.startswith("qwen3_5"):  # pairs for time, height and width, which are one for text
+        writer.add_rope_dimension_sections([rotated // 2 - 1, 1, 0, 0])
     _ssm(
         writer,
         c.linear_conv_kernel_dim,

@@ -32,7 +32,7 @@ BY_FILE = {
     "test_described_gguf": ("GGUF", "test_a_gguf_file_is_the_model_it_was_written_from"),
     "test_recurrent_gguf": ("GGUF", "test_a_gguf_file_is_the_model_it_was_written_from"),
     "test_deepseek_gguf": ("GGUF", "test_a_gguf_file_is_the_model_it_was_written_from"),
-    "test_llama_cpp": ("llama.cpp", "test_plain_families|test_other_families"),
+    "test_llama_cpp": ("llama.cpp", r"test_(plain|other)_families|test_families_with_\w+"),
 }
 OTHERS = CASES | RECURRENT | LATENT_AND_CHUNKED | PER_LAYER
 Counts = dict[str, dict[str, int]]  # family → path → configs
