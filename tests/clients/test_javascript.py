@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -98,16 +99,22 @@ def install_pack(package: Path, project: Path) -> Path:
     return project
 
 
+SNIPPETS = {  # of the client's README, and of the guide: what each prints
+    FOLDER / "README.md": ('" Paris" of 3\n', "true\ntrue\n", "8 false\nstring\n"),
+    FOLDER.parents[1] / "docs/remote.md": (r"(\d+) \[ \1, \d+, \d+ \]\n Paris\n(.*\n){7,}",),
+}
+
+
 def run_snippets(project: Path) -> None:
-    """The snippets of the README, as they are, in a project that has the package."""
-    snippets = (FOLDER / "README.md").read_text().split("```js\n")[1:]
-    expected = ['" Paris" of 3\n', "true\ntrue\n", "8 false\nstring\n"]
-    assert len(snippets) == len(expected)
+    """The snippets in JavaScript, as they are, in a project that has the package."""
     with live(hw.Engine("smollm2", pages=256, threads=1)) as server:
-        for number, (snippet, printed) in enumerate(zip(snippets, expected)):
-            text = snippet.split("```")[0].replace("http://127.0.0.1:8000", server.url)
-            (project / f"snippet{number}.mjs").write_text(text)
-            assert run_node(str(project / f"snippet{number}.mjs")) == printed
+        for page, printed in SNIPPETS.items():
+            snippets = page.read_text().split("```js\n")[1:]
+            for number, (snippet, expected) in enumerate(zip(snippets, printed, strict=True)):
+                text = snippet.split("```")[0].replace("http://127.0.0.1:8000", server.url)
+                (project / f"snippet{number}.mjs").write_text(text)
+                found = run_node(str(project / f"snippet{number}.mjs"))
+                assert re.fullmatch(expected, found), (page.name, found)
 
 
 def test_the_pack_is_installed_and_the_readme_s_snippets_run(tmp_path: Path) -> None:
