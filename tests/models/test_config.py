@@ -206,7 +206,7 @@ def test_values_that_cannot_be_are_refused_by_name(changes: dict, error: type[Ex
         ({"attention.sliding_window": -4}, "sliding window is -4"),
         ({"attention.value_length": 8}, "another size"),
         ({"rope.dimension_count": 64}, "64 dimensions are rotated; a head has 16"),
-        ({"rope.scaling.type": "longrope"}, "'longrope'"),
+        ({"rope.scaling.type": "longrope"}, "'longrope', and the file has no 'rope_factors_short.weight'"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_attn_factor": 1.3}, "1.3"),
         ({"rope.scaling.attn_factor": 0.8}, "attn_factor is 0.8"),
         ({"attention.head_count_kv": [2, 1]}, r"\[2, 1\].*different numbers of key heads"),

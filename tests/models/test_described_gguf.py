@@ -18,7 +18,16 @@ from support.gguf_families import write_family
 from support.hf import save_hf
 from support.hf_families import family_model
 
-QUICK = ("gemma3-pattern", "granite-moe", "llama4-published", "gemma3n-published", "gemma4", "gemma4-experts", "olmo3")
+QUICK = (
+    "gemma3-pattern",
+    "granite-moe",
+    "llama4-published",
+    "gemma3n-published",
+    "gemma4",
+    "gemma4-experts",
+    "olmo3",
+    "phi3-longrope",
+)
 SLOW = (
     *(
         "gemma",
@@ -83,6 +92,21 @@ def test_a_quantized_file_read_as_floats_is_the_model_of_those_floats(tmp_path: 
         assert file.tensors["blk.0.attn_q.weight"].kind == "Q8_0"
     with hw.Engine(path, pages=8, threads=2, dtype="float32") as engine:
         assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("gguf_file", [False, True])
+def test_a_context_ends_where_the_short_factors_of_longrope_do_and_says_why(gguf_file: bool, tmp_path: Path) -> None:
+    _, model = family_model("phi3-longrope")
+    path = save_hf(tmp_path, model)
+    if gguf_file:
+        path = write_family(tmp_path / "m.gguf", path, model)
+    why = r"128 \(longrope's factors for longer contexts, up to 512, are not supported\)"
+    with hw.Engine(path, pages=16, threads=1) as engine, engine.context() as context:
+        assert engine.config.max_positions == 128
+        with pytest.raises(hw.ContextLengthExceeded, match=why):
+            context.forward().input([1] * 129).execute()
+        with pytest.raises(hw.ContextLengthExceeded, match=why):
+            context.forward().input_at([1], [128])
 
 
 def test_what_a_file_of_llama4_does_not_say_is_as_published(tmp_path: Path) -> None:

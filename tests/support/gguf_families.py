@@ -76,6 +76,8 @@ def write_family(
         writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
     if (getattr(c, "rope_parameters", None) or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(c))
+    if (getattr(c, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        _longrope(writer, c)
     if c.model_type == "gemma4_text":
         writer.add_tensor("rope_freqs.weight", _turned(c))
     writer.write_header_to_file()
@@ -126,6 +128,17 @@ def _divisors(c: Any) -> np.ndarray:
     plain = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")
     return (plain / scaled).numpy()
+
+
+def _longrope(writer: gguf.GGUFWriter, c: Any) -> None:
+    """The factors, and what cos and sin are multiplied with."""
+    rope, original = c.rope_parameters, c.rope_parameters["original_max_position_embeddings"]
+    _, scale = ROPE_INIT_FUNCTIONS["longrope"](c, "cpu")
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_rope_scaling_attn_factors(scale)
+    for length in ("short", "long"):
+        writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
 
 
 def _turned(c: Any) -> np.ndarray:

@@ -66,6 +66,7 @@ class ModelFacts:
     experts: tuple[int, int] | None = None  # how many, and how many a token goes to
     head_shapes: tuple[tuple[int, int, int], ...] = ()  # layers, their key heads, numbers of a head; where these differ
     sharing_layers: int = 0  # that attend to another layer's keys and values
+    limit_reason: str = ""  # why there are fewer positions than its config says
     kv_values_per_token: int = 0
     recurrent_layers: int = 0
     state_values: int = 0  # numbers of a sequence's recurrent state
@@ -156,4 +157,4 @@ def _span(window: object) -> int:
 
 
 _SHAPE = ("family", "active_parameters", "layers", "hidden_size", "heads", "kv_heads", "head_dim")
-_SHAPE += ("intermediate_size", "vocab_size", "max_positions", "kv_values_per_token", "state_values")
+_SHAPE += ("intermediate_size", "vocab_size", "max_positions", "kv_values_per_token", "state_values", "limit_reason")

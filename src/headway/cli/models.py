@@ -67,7 +67,10 @@ def show(name: Anything = None, model: Flag = None, json: Json = False) -> None:
         ("heads", _heads(facts)),
         ("feed-forward size", facts.intermediate_size),
         ("vocabulary", f"{facts.vocab_size:,}"),
-        ("context", f"{facts.max_positions:,} positions{_windows(facts)}"),
+        (
+            "context",
+            f"{facts.max_positions:,} positions{_windows(facts)}{facts.limit_reason and '; '}{facts.limit_reason}",
+        ),
         ("memory of 1,000 tokens", _memory(facts)),
         ("computed by", _runner(facts)),
         ("not supported", "; ".join(facts.missing) or "nothing is left out"),

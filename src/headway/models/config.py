@@ -19,7 +19,7 @@ from headway.models.families.windows import gguf_sizes
 from headway.models.files.quantization import read_scheme
 from headway.models.keys import LARGEST, Keys
 from headway.models.nested import text_config
-from headway.models.rope_keys import gguf_rope, hf_rope
+from headway.models.rope_keys import SHORT_FACTORS, gguf_rope, hf_rope, reach
 from headway.models.weights import shapes
 
 SIZES = (
@@ -61,6 +61,7 @@ class ModelConfig:
     windows: tuple[Window, ...]
     interleaved_weights: bool = False
     description: Description = PLAIN
+    limit_reason: str = ""  # why there are fewer positions than the config says
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -222,8 +223,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
     head_dim = keys.int("head_dim", family.head_dim or hidden // heads)
     positions = keys.int("max_position_embeddings")
     rope = hf_rope(keys, head_dim, positions, family.theta, partial=family.partial, layers="full_attention")
-    if rope.kind == "longrope":  # longer contexts have other factors, by which every key would be rotated again
-        positions = min(positions, rope.original_positions)
+    positions, limit_reason = reach(rope, positions)
     config = ModelConfig(
         family=family.name,
         vocab_size=keys.int("vocab_size"),
@@ -243,6 +243,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
         qk_norm=family.qk_norm,
         windows=_hf_windows(keys, family, layers),
         interleaved_weights=family.interleaved_hf,
+        limit_reason=limit_reason,
     )
     if family.describe is None:
         if (act := keys.activation()) != "silu":
@@ -281,6 +282,8 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
     vocab = len(words) if isinstance(words, Sequence) and not isinstance(words, str) else None
     window = keys.int("attention.sliding_window", 0) or None
     has = tensors.__contains__
+    rope = gguf_rope(keys, head_dim, family.theta, latent=family.latent, short_factors=SHORT_FACTORS in tensors)
+    positions, limit_reason = reach(rope, keys.int("context_length"))
     config = ModelConfig(
         family=family.name,
         vocab_size=keys.int("vocab_size", vocab),
@@ -294,9 +297,9 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
         intermediate_size=max(gguf_sizes(keys, "feed_forward_length", layers))
         if family.gguf_by_layer
         else keys.int("feed_forward_length"),
-        max_positions=keys.int("context_length"),
+        max_positions=positions,
         norm_eps=keys.float("attention.layer_norm_rms_epsilon"),
-        rope=gguf_rope(keys, head_dim, family.theta, latent=family.latent),
+        rope=rope,
         tied="output.weight" not in tensors,
         qkv_bias=any(map(has, ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))),
         o_bias="blk.0.attn_output.bias" in tensors,
@@ -304,6 +307,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: set[str]) -> ModelConfig:
         qk_norm=family.qk_norm,
         windows=(window,) * layers,
         interleaved_weights=family.interleaved_gguf,
+        limit_reason=limit_reason,
     )
     if family.describe_gguf is not None:
         config = family.describe_gguf(keys, config, tensors)

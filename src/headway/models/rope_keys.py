@@ -11,6 +11,7 @@ from headway.kernels.host.rope import Rope
 from headway.models.keys import LARGEST, Keys
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # of longrope in GGUF files
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 # GGUF keys for rope variants that this decoder does not have, and the values that change nothing.
 GGUF_ROPE_EXTRAS = {
@@ -134,10 +135,15 @@ def _original(keys: Keys, default: int | None) -> int:
     return value
 
 
-def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False) -> Rope:
-    """The rope of a GGUF file. Of a family with latent attention, yarn scales scores there and not the rotation."""
+def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False, short_factors: bool = False) -> Rope:
+    """The rope of a GGUF file. Of a family with latent attention, yarn scales scores there and not the rotation.
+
+    `short_factors` says that the file has those of longrope.
+    """
     dim = keys.int("rope.dimension_count", head_dim)
     theta = keys.float("rope.freq_base", theta)
+    if short_factors:
+        return _gguf_longrope(keys, dim, theta)
     for key, plain in GGUF_ROPE_EXTRAS.items():
         if latent and key == LOG_MULTIPLIER:
             continue
@@ -145,7 +151,7 @@ def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False) 
             raise Unsupported(f"GGUF: {keys.prefix}{key} is {value!r}; only {plain}, or no such key, is supported")
     kind = keys.get("rope.scaling.type") or "default"
     if kind == "longrope":
-        raise Unsupported("GGUF: rope type 'longrope' is not supported in GGUF files; use the model's folder")
+        raise BadModelFile(f"GGUF: the rope type is 'longrope', and the file has no {SHORT_FACTORS!r}")
     if kind in ("default", "none"):
         return _rope(keys, "default", dim, theta, 0)
     renamed = {
@@ -157,6 +163,29 @@ def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False) 
     if latent:
         renamed |= {"attention_factor": 1.0, "mscale_all_dim": 10 * keys.float(LOG_MULTIPLIER, 0.0)}
     return _rope(Keys(renamed, "GGUF, rope scaling"), kind, dim, theta, keys.int("context_length"))
+
+
+def _gguf_longrope(keys: Keys, dim: int, theta: float) -> Rope:
+    """Frequencies are divided by the file's factors when its weights are read."""
+    kind = keys.get("rope.scaling.type") or "longrope"
+    if kind != "longrope":
+        raise BadModelFile(f"GGUF: the rope type is {kind!r}, and the file has {SHORT_FACTORS!r}, which is longrope's")
+    plain = _rope(keys, "default", dim, theta, 0)
+    original = keys.size("rope.scaling.original_context_length")
+    scale = keys.positive("rope.scaling.attn_factor", 1.0)
+    return replace(
+        plain, kind="longrope", original_positions=original, attention_factor=scale, factors=(1.0,) * (dim // 2)
+    )
+
+
+def reach(rope: Rope, positions: int) -> tuple[int, str]:
+    """How many positions a model has, and why there are not as many as its config says.
+
+    Longer contexts with longrope have other factors, by which every key would be rotated again.
+    """
+    if rope.kind != "longrope" or positions <= rope.original_positions:
+        return positions, ""
+    return rope.original_positions, f"longrope's factors for longer contexts, up to {positions}, are not supported"
 
 
 def local_rope(top: Keys, head_dim: int, positions: int, theta: float) -> Rope:

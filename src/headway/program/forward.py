@@ -115,7 +115,8 @@ class Forward:
         """Append tokens at explicit position ids: gaps, repeats and reorders are allowed."""
         self._check_open()
         ids = token_ids(tokens, self._context.engine.vocab_size)
-        at = position_ids(positions, self._context.engine.config.max_positions)
+        config = self._context.engine.config
+        at = position_ids(positions, config.max_positions, why=config.limit_reason)
         if len(ids) != len(at):
             raise InvalidInput(f"input_at has {len(ids)} tokens and {len(at)} positions; there must be one for each")
         self._tokens += ids
@@ -292,14 +293,15 @@ class Forward:
         )
 
     def _place(self, first: int, pending: int) -> Sequence[int]:
-        limit = self._context.engine.config.max_positions
+        config = self._context.engine.config
+        limit = config.max_positions
         count = pending + len(self._positions)
         if count and first + count <= limit and self._positions.count(None) == len(self._positions):
             return range(first, first + count)
         positions, following = [], first
         for given in [*([None] * pending), *self._positions]:
             position = following if given is None else given
-            check_position(position, limit)
+            check_position(position, limit, why=config.limit_reason)
             following = max(following, position + 1)
             positions.append(position)
         return tuple(positions)

@@ -335,10 +335,11 @@ class InferenceEngine(Closing):
         """Checked ids that still fit the context limit; nothing is computed when one does not."""
         self._context(state)
         ids = token_ids(tokens, self.engine.vocab_size)
-        limit = self.engine.config.max_positions
+        limit, why = self.engine.config.max_positions, self.engine.config.limit_reason
         if state.position + len(ids) > limit:
             raise ContextLengthExceeded(
                 f"{len(ids)} more tokens after position {state.position} exceed this model's context limit of {limit}"
+                f"{why and f' ({why})'}"
             )
         return ids
 

@@ -21,6 +21,7 @@ from headway.models.families import by_name
 from headway.models.families.family import Cut, Each, Family, FirstOf, Part
 from headway.models.families.parts import stacked_experts
 from headway.models.files.weights import Weights
+from headway.models.rope_keys import LONG_FACTORS, SHORT_FACTORS
 from headway.models.weights.shapes import layer_shapes, model_shapes
 
 HF_NAMES = {
@@ -178,10 +179,13 @@ class Roles:
         return aligned(rows)
 
     def _with_divisors(self, inv_freq: np.ndarray) -> np.ndarray:
-        if not self.gguf or FREQUENCIES not in self.names:
+        longrope = self.config.rope.kind == "longrope"
+        name = SHORT_FACTORS if longrope else FREQUENCIES
+        if not self.gguf or name not in self.names:
             return aligned(inv_freq)
-        self.claim(FREQUENCIES, inv_freq.shape)
-        return aligned(inv_freq / self.weights.array(FREQUENCIES))
+        for each in (name, *((LONG_FACTORS,) if longrope and LONG_FACTORS in self.names else ())):
+            self.claim(each, inv_freq.shape)
+        return aligned(inv_freq / self.weights.array(name))
 
 
 def parts_of(family: Family, names: Collection[str] = (), *, gguf: bool) -> dict[str, Part]:

@@ -20,22 +20,22 @@ def token_ids(values: Any, vocab: int, what: str = "tokens") -> list[int]:
     return ids
 
 
-def position_ids(values: Any, limit: int, what: str = "positions") -> list[int]:
-    """A list of position ids below the model's context limit."""
+def position_ids(values: Any, limit: int, what: str = "positions", why: str = "") -> list[int]:
+    """A list of position ids below the model's context limit. `why` says why that is not what its config says."""
     positions = integers(values, what)
     for i, position in enumerate(positions):
-        check_position(position, limit, f"{what}[{i}]")
+        check_position(position, limit, f"{what}[{i}]", why)
     return positions
 
 
-def check_position(position: int, limit: int, what: str = "position") -> None:
+def check_position(position: int, limit: int, what: str = "position", why: str = "") -> None:
     """Raise unless a position id is inside the model's context limit."""
     if position < 0:
         raise InvalidInput(f"{what} is {position}; position ids start at 0")
     if position >= limit:
         raise ContextLengthExceeded(
-            f"{what} is {position}; this model's context limit is {limit}, so position ids end at {limit - 1}; "
-            "shorten the sequence, or give positions with input_at"
+            f"{what} is {position}; this model's context limit is {limit}{why and f' ({why})'}, so position ids end at "
+            f"{limit - 1}; shorten the sequence, or give positions with input_at"
         )
 
 

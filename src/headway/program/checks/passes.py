@@ -96,7 +96,7 @@ def check_pass(context: Context, work: Pass) -> None:
         raise WrongType(f"the pass is {short_repr(work)} of type {type(work).__name__}; it must be a Pass")
     config, table, pending = context.engine.config, context._table, list(context.pending)
     token_ids(work.tokens, config.vocab_size)
-    position_ids(work.positions, config.max_positions)
+    position_ids(work.positions, config.max_positions, why=config.limit_reason)
     if work.tokens and list(work.tokens[: work.pending]) != pending:
         raise InvalidInput(
             f"the context has {len(pending)} pending tokens; a pass must start with all of them and say so "

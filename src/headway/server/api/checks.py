@@ -157,8 +157,8 @@ class RequestChecks:
         limit, size = self.engine.config.max_positions, sum(map(len, texts))
         if size > limit * longest_token(tokenizer) * slack:
             raise bad_request(
-                f"this model's context length is {limit} tokens; the prompt has {size} characters, more than that "
-                "many tokens can hold: shorten it",
+                f"this model's context length is {limit} tokens{self._why(limit)}; the prompt has {size} characters, "
+                "more than that many tokens can hold: shorten it",
                 param,
                 "context_length_exceeded",
             )
@@ -193,12 +193,17 @@ class RequestChecks:
                 "" if max_tokens is None else f" and {max_tokens} for the completion, {prompt + max_tokens} in total"
             )
             raise bad_request(
-                f"{what} {limit} tokens; the request has {prompt} in its prompt{completion}: "
+                f"{what} {limit} tokens{self._why(limit)}; the request has {prompt} in its prompt{completion}: "
                 "shorten the prompt or reduce max_tokens",
                 param,
                 "context_length_exceeded",
             )
         return limit - prompt if max_tokens is None else max_tokens
+
+    def _why(self, limit: int) -> str:
+        """Why the model's context is shorter than its config says, where that is the limit."""
+        config = self.engine.config
+        return f" ({config.limit_reason})" if config.limit_reason and limit == config.max_positions else ""
 
 
 def as_number(value: object) -> float | None:
