@@ -105,6 +105,15 @@ def test_only_the_cluster_imports_ray() -> None:
     assert {path.parts[0] for path in found} == {"cluster"}
 
 
+def test_cancelled_has_one_spelling() -> None:
+    """Python's and OpenAI's, so that a search finds all of it."""
+    files = [path for part, kind in (("src", "py"), ("docs", "md"), ("clients/js/src", "ts"), ("tests", "py"))
+             for path in (ROOT / part).rglob(f"*.{kind}")]  # fmt: skip
+    other = re.compile("cancel" + "(ed|ing)", re.IGNORECASE)
+    assert len(files) > 1000
+    assert [str(path.relative_to(ROOT)) for path in files if other.search(path.read_text())] == []
+
+
 def test_packages_are_small() -> None:
     folders = {path.parent for path in SOURCES.rglob("*.py")} - {SOURCES / "models" / "families"}
     modules = {str(folder): sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders}

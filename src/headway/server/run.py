@@ -1,7 +1,7 @@
 """Runs a server in this process: listen, load, serve, drain, exit. What `headway serve` does.
 
 first SIGTERM or Ctrl-C    /health and new requests get 503, requests in flight finish or time out; exit code 0
-second one                 requests in flight are canceled; exit code 128 + the signal's number
+second one                 requests in flight are cancelled; exit code 128 + the signal's number
 the engine's worker dies   /health gets 503, requests in flight fail; exit code 1 (several models: it loads again)
 the engine gets stuck      /health gets 503; the server does not wait for it on exit; exit code 1
 the model cannot load      its error is raised (several models: it is tried again later)
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 DEAD_SECONDS = 1.5  # for monitors to see that the engine is dead, and for responses to be sent
 POLL_SECONDS = 0.05
-CANCEL_SECONDS = 2  # for canceled requests to finish
+CANCEL_SECONDS = 2  # for cancelled requests to finish
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -176,7 +176,7 @@ async def _drain(serving: Serving, shutdown: Shutdown) -> None:
             break
         await asyncio.sleep(POLL_SECONDS)
     if serving.cancels:
-        logs.warn("canceling requests in flight", requests=len(serving.cancels))
+        logs.warn("cancelling requests in flight", requests=len(serving.cancels))
     for cancel in list(serving.cancels):
         cancel(ApiError(503, "the server is shutting down", code="draining"))
 

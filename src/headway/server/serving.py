@@ -24,7 +24,7 @@ from headway.server.metrics import Metrics, ModelMetrics
 from headway.server.models import ModelLease, ModelSources, ServedModel, ServedModels
 from headway.server.sessions.registry import Sessions
 from headway.server.settings import ServerSettings
-from headway.server.telemetry import CANCELED, Inference, Traces, error_code, request_trace
+from headway.server.telemetry import CANCELLED, Inference, Traces, error_code, request_trace
 from headway.server.threads import LoaderThreads, WorkerThreads
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ class AdmittedRequest:
 
     def abort(self) -> None:
         """It ends because its client left, its time is up, or the server stops."""
-        self._error = self._error or CANCELED
+        self._error = self._error or CANCELLED
         self._reasons.append("abort")
 
     @property

@@ -43,7 +43,7 @@ DELAY_MS = 1000  # between batches
 CLOSE_SECONDS = 3.0  # for the spans in the queue to be sent, when the server ends
 BODY_BYTES = 64 << 10  # of each body
 SHOWN_REASONS = 64  # a request may have thousands of sequences
-CANCELED = "canceled"
+CANCELLED = "cancelled"
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -227,7 +227,7 @@ class RequestTrace:
         if status is not None:
             span.set_attribute("http.response.status_code", status)
         if status is None or not complete:
-            span.set_attribute("error.type", CANCELED)
+            span.set_attribute("error.type", CANCELLED)
         elif status >= 400:
             span.set_attribute("error.type", str(status))
         if status is not None and status >= 500:
@@ -255,7 +255,7 @@ class RequestTrace:
         )
         if done.error is not None:
             span.set_attribute("error.type", done.error)
-            if done.error != CANCELED:
+            if done.error != CANCELLED:
                 span.set_status(StatusCode.ERROR)
         inside = set_span_in_context(span, self.parent)
         for name, begin, end in _phases(done):

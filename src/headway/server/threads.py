@@ -1,7 +1,7 @@
 """Threads for work that would block the event loop: some parse and tokenize requests, others write responses, others
 load models.
 
-Whoever waits for a thread was admitted to the queue first, which bounds the wait; work that is canceled before it
+Whoever waits for a thread was admitted to the queue first, which bounds the wait; work that is cancelled before it
 starts is never run.
 """
 

@@ -167,7 +167,7 @@ def test_a_response_that_is_cut_off_is_incomplete(client, scene):
     assert (response.output_text, response.output[0].status) == ("A lon", "incomplete")
 
 
-def test_a_background_response_is_fetched_or_canceled(client, scene):
+def test_a_background_response_is_fetched_or_cancelled(client, scene):
     scene.say("Done.")
     started = client.responses.create(input="Work.", background=True, **FIELDS)
     assert started.status == "queued"
@@ -175,8 +175,8 @@ def test_a_background_response_is_fetched_or_canceled(client, scene):
     assert (done.status, done.output_text) == ("completed", "Done.")
     scene.say("x" * 4000)
     long = client.responses.create(input="Work.", background=True, **FIELDS | {"max_output_tokens": 4000})
-    canceled = client.responses.cancel(long.id)
-    assert canceled.status == "cancelled"
+    cancelled = client.responses.cancel(long.id)
+    assert cancelled.status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="the previous response is cancelled"):
         client.responses.create(input="On.", previous_response_id=long.id, **FIELDS)
     for response in (started, long):

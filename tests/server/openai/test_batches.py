@@ -84,7 +84,7 @@ def test_a_batch_from_upload_to_results(client: openai.OpenAI, served: Live) -> 
     served.until(served.is_quiet)
 
 
-def test_a_batch_that_is_canceled_accounts_for_every_row(client: openai.OpenAI, served: Live) -> None:
+def test_a_batch_that_is_cancelled_accounts_for_every_row(client: openai.OpenAI, served: Live) -> None:
     batch = started(client, lines(40, max_tokens=400, ignore_eos=True))
     served.until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
     client.batches.cancel(batch.id)

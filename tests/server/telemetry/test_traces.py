@@ -126,7 +126,7 @@ def test_what_fails_after_its_admission_has_its_code() -> None:
         assert {one.name for one in spans.spans} == {"chat m", "prefill", "decode"}
 
 
-def test_a_client_that_leaves_is_canceled_and_no_error(faces: Faces) -> None:
+def test_a_client_that_leaves_is_cancelled_and_no_error(faces: Faces) -> None:
     data = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     id = f"left-{secrets.token_hex(4)}"
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Request-Id: {id}\r\nContent-Length: {len(data)}"
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_is_canceled_and_no_error(faces: Faces) -> None:
         connection.recv(500)
     spans, line = faces.spans.of(id), faces.line(id)
     if line["finish"] == "abort":
-        assert {one.attributes["error.type"] for one in spans if one.attributes} == {"canceled"}
+        assert {one.attributes["error.type"] for one in spans if one.attributes} == {"cancelled"}
     assert not any(one.is_error for one in spans)
 
 

@@ -3,7 +3,7 @@
     relay(work)           work puts events into a bounded queue, and the response takes them; leaving cancels the work
     EventStreamResponse   server-sent events; holds its resources until it ends, however it ends
 
-When a client disconnects, its route's task is canceled: the work is canceled with it, its contexts are released, and
+When a client disconnects, its route's task is cancelled: the work is cancelled with it, its contexts are released, and
 the pass in flight is undone within one step.
 """
 
@@ -74,7 +74,7 @@ async def _batches(queue: asyncio.Queue[Any]) -> AsyncIterator[list[Any]]:
 
 
 async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all concurrently; when one fails or this is canceled, cancel the others and wait for them, then raise."""
+    """Run all concurrently; when one fails or this is cancelled, cancel the others and wait for them, then raise."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)
@@ -130,7 +130,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 class EventStreamResponse(Response):
     """Server-sent events or JSON lines. `held` is closed at the end, also when the client left before the start.
 
-    `failed` writes the last event of a stream that is canceled.
+    `failed` writes the last event of a stream that is cancelled.
     """
 
     media_type = EVENTS

@@ -1,7 +1,7 @@
 """The batches of each key: each is a job over an uploaded file, in a thread, its rows computed on the event loop.
 
 validating → in_progress → finalizing → completed; failed if the file is not valid or the engine stops. A batch that is
-canceled or whose time is over keeps the results it has, and its other rows are failures that say so: every row is in
+cancelled or whose time is over keeps the results it has, and its other rows are failures that say so: every row is in
 one of the two files. The store is used on the event loop; a batch's thread reports to it through the loop.
 """
 
@@ -89,7 +89,7 @@ class StoredBatch:
 
 
 class _Stopped(Exception):
-    """The batch was canceled, or its time is over."""
+    """The batch was cancelled, or its time is over."""
 
 
 class BatchStore:

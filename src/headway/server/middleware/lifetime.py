@@ -1,6 +1,6 @@
 """The lifetime of a request: it ends when its client disconnects or its time is up, and its work ends with it.
 
-The route runs in its own task. To end a request that task is canceled: everything it holds in a `with` is released,
+The route runs in its own task. To end a request that task is cancelled: everything it holds in a `with` is released,
 and a generation stops within one step and frees its pages.
 """
 
@@ -49,27 +49,27 @@ class _RequestTask:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._canceled = asyncio.get_running_loop().create_future()  # of ApiError | None: why it was canceled
+        self._cancelled = asyncio.get_running_loop().create_future()  # of ApiError | None: why it was cancelled
         self._started = self._streams = self._complete = False
 
     def cancel(self, why: ApiError | None) -> None:
         """Cancel the request, and tell the client why unless it has disconnected (None)."""
-        if not self._canceled.done():
-            self._canceled.set_result(why)
+        if not self._cancelled.done():
+            self._cancelled.set_result(why)
 
     async def run(self, app: ASGIApp) -> None:
         work = asyncio.create_task(app(self._scope, self._inbox.get, self._tracked_send))  # type: ignore[arg-type]
         listener = asyncio.create_task(self._listen())
         try:
-            await asyncio.wait({work, self._canceled}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, self._cancelled}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             listener.cancel()
             if not work.done():
                 work.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({work})
-        if self._canceled.done() and work.cancelled():
-            await self._report(self._canceled.result())
+        if self._cancelled.done() and work.cancelled():
+            await self._report(self._cancelled.result())
         elif work.cancelled():
             raise RuntimeError("the route cancelled itself")
         elif (error := work.exception()) is not None:

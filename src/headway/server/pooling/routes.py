@@ -291,7 +291,7 @@ def _http_advice(message: str) -> str:
 async def _compute(
     serving: Serving, request: Request, pool: PoolingModel, rows: list[Row], **options: Any
 ) -> PoolingResult:
-    """The rows' arrays from the shared batcher, once the request is admitted. Rows are dropped if it is canceled."""
+    """The rows' arrays from the shared batcher, once the request is admitted. Rows are dropped if it is cancelled."""
     tokens = sum(row.length for row in rows)
     _check_size(serving, pool, len(rows) if options.get("level") != "token" else tokens)
     async with serving.admit(serving.tenant(request), tokens=tokens, model=pool.name) as admitted:

@@ -377,7 +377,7 @@ class ResponseWriter:
         self._break_off()
 
     def cancel(self) -> None:
-        """The response was canceled."""
+        """The response was cancelled."""
         self._status = "cancelled"
         self._break_off()
 

@@ -98,7 +98,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     stored = request.app.state.responses.get(serving.tenant(request), response_id)
     if not stored.response["background"]:
         raise bad_request(
-            "only a background response can be canceled; disconnect to end any other", "response_id", "unsupported"
+            "only a background response can be cancelled; disconnect to end any other", "response_id", "unsupported"
         )
     if (task := stored.task) is not None:
         task.cancel()

@@ -119,7 +119,7 @@ class ResponseStore:
             self._drop(tenant.name, next(iter(own)))
 
     def delete(self, tenant: Tenant, id: str) -> None:
-        """Forget a response; one that is under way is canceled."""
+        """Forget a response; one that is under way is cancelled."""
         self.get(tenant, id)
         self._drop(tenant.name, id)
 
