@@ -80,7 +80,7 @@ OTHERS = {
     "parallel_tool_calls modalities add_generation_prompt cache_salt chat_template_kwargs continue_final_message "
     "function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens "
     "truncate_prompt_tokens verbosity grammar chat_template repeat_penalty use_beam_search",
-    "ollama": " ".join(LOADING),
+    "ollama": " ".join(("repeat_last_n", *LOADING)),
     "lab": "draws",
     "decoder": "stop_strings stop_sequence eos_token_id pad_token_id return_full_text return_text return_tensors "
     "continue_final_message prefix skip_special_tokens batch_size",

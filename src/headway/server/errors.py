@@ -51,6 +51,9 @@ ANTHROPIC_TYPES = {
 FAILED = "internal server error; the server's log has the cause under this request's id"
 HINTS = {  # for fields of other servers or older clients
     "suffix": "infilling is for /v1/completions: remove it",
+    "template": "the model's own is used: pass a prompt of your own with raw, or remove it",
+    "context": "send the earlier messages to /api/chat, or remove it",
+    "images": "the models here take text: remove it",
     "guided_json": "use structured_outputs.json instead",
     "guided_regex": "use structured_outputs.regex instead",
     "guided_choice": "use structured_outputs.choice instead",

@@ -130,16 +130,23 @@ def infill_ids(engine: Engine, what: str) -> tuple[int, int, int]:
 
     `what` needs them: the field `suffix`, or a route.
     """
-    for names in INFILL_TOKENS:
-        before, after, middle = (engine.tokenizer.token_to_id(name) for name in names)
-        if before is not None and after is not None and middle is not None:
-            return before, after, middle
+    if (found := find_infill_ids(engine)) is not None:
+        return found
     raise bad_request(
         f"{what} needs a model with tokens for infilling, such as {', '.join(INFILL_TOKENS[0])}, which this one lacks; "
         "use another model, or plain completions",
         "suffix" if what == "suffix" else "model",
         "unsupported",
     )
+
+
+def find_infill_ids(engine: Engine) -> tuple[int, int, int] | None:
+    """The same, and None for a model without them."""
+    for names in INFILL_TOKENS:
+        before, after, middle = (engine.tokenizer.token_to_id(name) for name in names)
+        if before is not None and after is not None and middle is not None:
+            return before, after, middle
+    return None
 
 
 def encode(text: str, engine: Engine, *, begin: bool = True, special: bool = False) -> list[int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from headway.base.rng import fresh_seed
 from headway.base.text import short_repr
 from headway.program.engine import Engine
 from headway.server.api.checks import RequestChecks, as_number
+from headway.server.api.penalty_window import counts_prompt, penalty_fields
 from headway.server.api.request_schema import (
     OFF_VALUES,
     Count,
@@ -29,7 +29,6 @@ from headway.server.openai.completions import CompletionExtras
 SHARED = tuple(name for name in SamplingFields.model_fields if name not in ("seed", "logit_bias", "repeat_penalty"))
 ANY_SEED = (-1, 0xFFFFFFFF)
 ALIASES = {"max_tokens": "n_predict", "max_completion_tokens": "n_predict", "n": "n_cmpl", "logprobs": "n_probs"}
-PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}  # and what turns them off
 _VALUE = {"anyOf": [{"type": "number"}, {"const": False}]}
 BIAS: dict[str, Any] = {
     "anyOf": [
@@ -129,7 +128,7 @@ def native_extras(body: NativeFields, lease: ModelLease, limits: tuple[int, ...]
     return CompletionExtras(
         cut=(lambda: LineLimits(max(0.0, seconds), indent)) if seconds > 0 or indent > 0 else None,
         warms=True,
-        penalize_prompt=body.repeat_last_n == -1,
+        penalize_prompt=counts_prompt(body.repeat_last_n),
         limits=limits,
         adapters=None if body.lora is None else _adapters(body.lora, lease),
     )
@@ -165,7 +164,7 @@ def sampling_fields(body: NativeFields, check: RequestChecks) -> dict[str, Any]:
             raise bad_request("repetition_penalty and repeat_penalty differ; pass one of them", "repeat_penalty")
         fields["repetition_penalty"] = body.repeat_penalty
     fields = {name: value for name, value in fields.items() if value is not None}
-    fields |= _last_tokens(body, fields)
+    fields |= penalty_fields(body.repeat_last_n, fields, engine, "repeat_last_n")
     if body.samplers is not None:
         fields = of_samplers(body.samplers, fields, engine.generation_defaults)
     if body.seed is not None and body.seed not in ANY_SEED:
@@ -179,22 +178,6 @@ def sampling_fields(body: NativeFields, check: RequestChecks) -> dict[str, Any]:
     bias, banned = _bias(body.logit_bias, engine)
     fields |= {"logit_bias": bias or None, "bad_words": [*(body.bad_words or ()), *banned] or None}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _last_tokens(body: NativeFields, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What `repeat_last_n` changes: penalties count no token (0), or the repetition penalty the prompt too (-1)."""
-    last, penalizing = body.repeat_last_n, [name for name, off in PENALTIES.items() if fields.get(name, off) != off]
-    if last == 0:
-        return dict(PENALTIES)
-    if last is None or not penalizing or (last == -1 and penalizing == ["repetition_penalty"]):
-        return {}
-    reason = "presence and frequency penalties count the generated tokens" if last == -1 else "penalties have no window"
-    raise bad_request(
-        f"repeat_last_n is {last}, and {reason} here: remove it, pass 0 for no penalty, or -1 with repeat_penalty "
-        "alone for all tokens",
-        "repeat_last_n",
-        "unsupported",
-    )
 
 
 def _bias(given: Any, engine: Engine) -> tuple[dict[str, float], list[list[int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -28,9 +29,12 @@ class LineWriter:
 
     media_type = JSON_LINES
 
-    def __init__(self, engine: Engine, *, model: str, chat: bool, ranked: bool, stream: bool) -> None:
+    def __init__(
+        self, engine: Engine, *, model: str, chat: bool, ranked: bool, stream: bool, start: int, ready: int
+    ) -> None:
+        """`start` is when the request came, and `ready` when its model was loaded, as `perf_counter_ns` has it."""
         self._engine, self._model, self._chat, self._ranked, self._stream = engine, model, chat, ranked, stream
-        self._start = time.perf_counter_ns()
+        self._start, self._ready = start, ready
         self._first: int | None = None  # when the first token came
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -55,7 +59,8 @@ class LineWriter:
                 case ToolCallStart(index, name):
                     self._names[index] = name
                 case ToolCallEnd(index, arguments):
-                    calls.append({"function": {"name": self._names[index], "arguments": arguments}})
+                    called = {"index": index, "name": self._names[index], "arguments": arguments}
+                    calls.append({"id": f"call_{secrets.token_hex(4)}", "function": called})
         tokens = list(delta.tokens) if self._ranked else []
         self._texts += texts
         self._thoughts += thoughts
@@ -68,13 +73,14 @@ class LineWriter:
     def end(self, end: MessageEnd) -> bytes:
         now = time.perf_counter_ns()
         first = self._first or now
+        waited = round((end.usage.queue_seconds or 0.0) * 1e9)
         self._last = {
             "done": True,
             "done_reason": DONE_REASONS[end.finish],
             "total_duration": now - self._start,
-            "load_duration": 0,
+            "load_duration": self._ready - self._start,
             "prompt_eval_count": end.usage.prompt,
-            "prompt_eval_duration": first - self._start,
+            "prompt_eval_duration": max(0, first - self._ready - waited),
             "eval_count": end.usage.completion,
             "eval_duration": now - first,
         }

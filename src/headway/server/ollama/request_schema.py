@@ -21,7 +21,7 @@ from headway.server.api.request_schema import (
 
 LOADING = (
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram", "f16_kv"),
-    *("use_mmap", "use_mlock", "logits_all", "vocab_only", "embedding_only"),
+    *("use_mmap", "use_mlock", "logits_all", "vocab_only", "embedding_only", "draft_num_predict"),
 )
 """Options about how Ollama loads a model: accepted, and without effect, but for a `num_ctx` that the model lacks."""
 
@@ -31,12 +31,11 @@ class OllamaOptions(RequestSchema):
 
     off_values: ClassVar[dict[str, Any]] = {
         "penalize_newline": True,
-        "repeat_last_n": -1,
         "tfs_z": 1,
     }
 
     seed: Annotated[int, described(minimum=-(2**63), exclusiveMaximum=2**64)] | None = None
-    num_predict: Annotated[int, described(minimum=-1)] | None = None
+    num_predict: Annotated[int, described(minimum=-2)] | None = None
     temperature: Annotated[float, described(minimum=0)] | None = None
     top_k: Annotated[int, described(minimum=-1)] | None = None
     top_p: Fraction | None = None
@@ -45,6 +44,7 @@ class OllamaOptions(RequestSchema):
     epsilon_cutoff: Cutoff | None = None
     eta_cutoff: Cutoff | None = None
     repeat_penalty: Penalty | None = None
+    repeat_last_n: Annotated[int, described(minimum=-1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     dry_multiplier: Annotated[float, described(minimum=0)] | None = None
@@ -73,12 +73,13 @@ class OllamaOptions(RequestSchema):
     logits_all: bool | None = None
     vocab_only: bool | None = None
     embedding_only: bool | None = None
+    draft_num_predict: int | None = None
 
 
 class OllamaRequest(RequestSchema):
     """The fields that requests for text have."""
 
-    off_values: ClassVar[dict[str, Any]] = {"images": [], "shift": True, "truncate": True}
+    off_values: ClassVar[dict[str, Any]] = {"images": [], "_debug_render_only": False}
 
     model: Text
     stream: bool | None = None  # default true
@@ -88,6 +89,8 @@ class OllamaRequest(RequestSchema):
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
     keep_alive: float | str | None = None
+    truncate: bool | None = None  # a prompt that is too long is refused; ignored
+    shift: bool | None = None  # a context is not shifted: a response ends where it is full; ignored
 
 
 class OllamaCallFunction(RequestSchema):
@@ -130,9 +133,10 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """`POST /api/generate`."""
 
-    off_values: ClassVar[dict[str, Any]] = OllamaRequest.off_values | {"template": "", "context": [], "suffix": ""}
+    off_values: ClassVar[dict[str, Any]] = OllamaRequest.off_values | {"template": "", "context": []}
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
 

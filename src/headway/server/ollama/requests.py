@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from headway.base.json_text import write
@@ -12,6 +13,7 @@ from headway.program.chat.tools import ToolSet
 from headway.program.constraints.grammar import Grammar
 from headway.program.engine import Engine
 from headway.server.api.checks import RequestChecks
+from headway.server.api.penalty_window import counts_prompt, penalty_fields
 from headway.server.api.plan import check_size, grammar_of, plan_request
 from headway.server.api.prompts import read_prompts
 from headway.server.api.request_schema import (
@@ -48,6 +50,8 @@ FIELDS = {
 }
 """Names of fields of a chat, as errors about a request here have them."""
 OPTIONS = parameters_of("ollama")
+NO_LIMIT = (-1, -2)  # as many tokens as there may be, and as fit into the context: the same here
+ANY_SEED = -1
 
 
 async def plan_ollama(
@@ -55,10 +59,13 @@ async def plan_ollama(
 ) -> ChatPlan:
     """The plan of a request that passes all checks. Called with a place in the queue."""
     options = _options(body, lease.engine)
-    if isinstance(body, OllamaGenerateRequest) and body.raw:
-        return await _plan_raw(body, options, serving, tenant, lease)
-    chat = await serving.readers.run(lambda: chat_request(body, options, lease.engine))
-    return await plan_chat(chat, serving, tenant, lease)
+    if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
+        plan = await _plan_raw(body, options, serving, tenant, lease)
+    else:
+        chat = await serving.readers.run(lambda: chat_request(body, options, lease.engine))
+        plan = await plan_chat(chat, serving, tenant, lease)
+    last = None if body.options is None else body.options.repeat_last_n
+    return replace(plan, request=replace(plan.request, penalize_prompt=counts_prompt(last)))
 
 
 def _options(body: OllamaRequest, engine: Engine) -> dict[str, Any]:
@@ -71,8 +78,10 @@ def _options(body: OllamaRequest, engine: Engine) -> dict[str, Any]:
             f"options.num_ctx is {given.num_ctx}; this model's context length is {limit}", "options.num_ctx"
         )
     fields = {option.name: getattr(given, option.name_on("ollama")) for option in OPTIONS}
-    fields["max_tokens"] = None if given.num_predict == -1 else given.num_predict
-    return {name: value for name, value in fields.items() if value is not None}
+    fields["max_tokens"] = None if given.num_predict in NO_LIMIT else given.num_predict
+    fields["seed"] = None if given.seed == ANY_SEED else given.seed
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return fields | penalty_fields(given.repeat_last_n, fields, engine, "options.repeat_last_n")
 
 
 def chat_request(
@@ -122,16 +131,17 @@ async def _plan_raw(
     tenant: Tenant,
     lease: ModelLease,
 ) -> ChatPlan:
-    """A prompt as it is, without the model's template."""
+    """A prompt as it is, without the model's template; with a suffix, one for what is between the two."""
+    cause = "raw" if body.raw else "suffix"
     for field in ("system", "think"):
         if getattr(body, field):
-            raise bad_request(f"{field} is for the template, which raw leaves out; remove one of them", field)
+            raise bad_request(f"{field} is for the template, which {cause} leaves out; remove one of them", field)
     check = RequestChecks(serving, lease.engine)
     top = (body.top_logprobs or 0) if body.logprobs else None
     request = CompletionRequest(prompt=body.prompt or "", **options)
     grammar = None if not body.format else await serving.readers.run(_grammar, body.format, check)
     plan = await plan_request(request, serving, tenant, lease, top_logprobs=top, grammar=grammar)
-    (prompt,) = await read_prompts(request.prompt, check)
+    (prompt,) = await read_prompts(request.prompt, check, suffix=body.suffix or None)
     max_tokens = check.in_range("max_tokens", request.max_tokens, 1, check.engine.config.max_positions)
     limit = check.max_new_tokens(len(prompt.ids), max_tokens, 0, "prompt")
     check.response_logprobs(False, limit, top, "top_logprobs")

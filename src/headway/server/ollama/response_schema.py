@@ -7,15 +7,17 @@ from typing import Any, Literal
 from headway.server.anthropic.response_schema import DESCRIPTIONS
 from headway.server.api.response_schema import RETRY, ChatToken, Responses, ResponseSchema
 
-DoneReason = Literal["stop", "length", "load"]
+DoneReason = Literal["stop", "length", "load", "unload"]
 
 
 class OllamaFunction(ResponseSchema):
+    index: int
     name: str
     arguments: dict[str, Any]
 
 
 class OllamaToolCall(ResponseSchema):
+    id: str
     function: OllamaFunction
 
 

@@ -12,9 +12,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headway.base.version import VERSION
+from headway.program.engine import Engine
 from headway.server.api.parsing import JsonRoute
+from headway.server.api.prompts import find_infill_ids
 from headway.server.api.response_schema import ok
 from headway.server.api.streaming import json_bytes
+from headway.server.api.tokens import text_of
 from headway.server.chats.message_job import MessageJob, respond_message
 from headway.server.chats.messages import template_reasons
 from headway.server.errors import bad_request, fields_named
@@ -28,7 +31,7 @@ from headway.server.ollama.request_schema import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-from headway.server.ollama.requests import FIELDS, plan_ollama
+from headway.server.ollama.requests import FIELDS, OPTIONS, plan_ollama
 from headway.server.ollama.response_schema import (
     ERRORS,
     OllamaChat,
@@ -61,24 +64,26 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
 @router.post("/api/generate", summary="Continue a prompt", response_model=None, responses=lines(OllamaText))
 async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
     """The response to a prompt in the model's template, or with `raw` its continuation; JSON lines by default."""
-    return await _generate(body, request, empty=not body.prompt)
+    return await _generate(body, request, empty=not body.prompt and not body.suffix)
 
 
 async def _generate(body: OllamaChatRequest | OllamaGenerateRequest, request: Request, *, empty: bool) -> Response:
     serving: Serving = request.app.state.serving
+    start = time.perf_counter_ns()
     tenant, name = serving.tenant(request), await known_name(serving, body.model)
     is_chat, streams = isinstance(body, OllamaChatRequest), body.stream is not False
     seconds = stay_seconds(body.keep_alive)
     if empty and seconds == 0:
         await keep_for(serving, tenant, name, seconds)
         return Response(json_bytes(loaded(body.model, chat=is_chat, reason="unload")), media_type="application/json")
-    lease = await requested_model(request, name)
+    lease, ready = await requested_model(request, name), time.perf_counter_ns()
     await keep_for(serving, tenant, name, seconds)
     if empty:
         return Response(json_bytes(loaded(body.model, chat=is_chat)), media_type="application/json")
     with serving.queue_slot(tenant), fields_named(FIELDS):
         plan = await plan_ollama(body, serving, tenant, lease)
-    writer = LineWriter(lease.engine, model=body.model, chat=is_chat, ranked=bool(body.logprobs), stream=streams)
+    about: dict[str, Any] = {"model": body.model, "chat": is_chat, "ranked": bool(body.logprobs), "stream": streams}
+    writer = LineWriter(lease.engine, **about, start=start, ready=ready)
     return await respond_message(serving, request, plan, MessageJob(plan), writer, stream=streams, lease=lease)
 
 
@@ -91,6 +96,7 @@ async def known_name(serving: Serving, name: str) -> str:
 @router.post("/api/embeddings", summary="Embed a text", response_model=None, responses=ok(OllamaEmbedding))
 async def embed_one(body: OllamaEmbeddingsRequest, request: Request) -> Response:
     """The vector of one text, as Ollama's older clients ask for it."""
+    stay_seconds(body.keep_alive)
     _, result = await embed(_embedding_request(body.model, body.prompt, None, True, request), request)
     serving: Serving = request.app.state.serving
     vector = result.arrays[0]
@@ -117,6 +123,7 @@ async def embed_texts(body: OllamaEmbedRequest, request: Request) -> Response:
     """One vector for each text."""
     start = time.perf_counter_ns()
     serving: Serving = request.app.state.serving
+    stay_seconds(body.keep_alive)
     asked = _embedding_request(body.model, body.input, body.dimensions, body.truncate, request)
     _, result = await embed(asked, request)
 
@@ -175,9 +182,10 @@ async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
         raise bad_request("the field 'model' is required", "model", "missing_field")
     lease = await requested_model(request, await known_name(serving, given))
     engine, family = lease.engine, lease.engine.config.family
+    words = await serving.readers.run(_words, engine) if body.verbose else {}
     return {
         "modelfile": f"FROM {given}",
-        "parameters": "",
+        "parameters": _parameters(engine),
         "template": "" if engine.chat_template is None else engine.chat_template.source,
         "details": _details(lease.model),
         "model_info": {
@@ -186,6 +194,7 @@ async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
             f"{family}.context_length": engine.config.max_positions,
             f"{family}.embedding_length": engine.config.hidden_size,
             f"{family}.block_count": engine.config.layers,
+            **words,
         },
         "capabilities": _capabilities(lease),
         "modified_at": _as_utc(lease.model.loaded_at or 0),
@@ -196,6 +205,25 @@ async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
 async def version() -> dict[str, str]:
     """The version of this server, which is not Ollama."""
     return {"version": VERSION}
+
+
+def _words(engine: Engine) -> dict[str, Any]:
+    """The vocabulary. In a thread."""
+    if not engine.has_tokenizer:
+        return {}
+    tokenizer = engine.tokenizer
+    return {
+        "tokenizer.ggml.tokens": [text_of(id, engine) for id in range(tokenizer.vocab_size)],
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
+        "tokenizer.ggml.eos_token_ids": list(tokenizer.eos_ids),
+    }
+
+
+def _parameters(engine: Engine) -> str:
+    """The model's own sampling parameters, a line each."""
+    given = engine.generation_defaults.given
+    names = {one.name: one.name_on("ollama") for one in OPTIONS}
+    return "\n".join(f"{names[name]} {value}" for name, value in given.items() if name in names)
 
 
 def _card(model: ServedModel, name: str) -> dict[str, Any]:
@@ -227,9 +255,10 @@ def _details(model: ServedModel) -> dict[str, Any]:
 
 def _capabilities(lease: ModelLease) -> list[str]:
     engine = lease.engine
+    inserts = ["insert"] if engine.has_tokenizer and find_infill_ids(engine) is not None else []
     if engine.chat_template is None:
-        return ["completion"]
-    return ["completion", "tools", *(["thinking"] if template_reasons(engine) else [])]
+        return ["completion", *inserts]
+    return ["completion", *inserts, "tools", *(["thinking"] if template_reasons(engine) else [])]
 
 
 def _rounded(parameters: int) -> str:
