@@ -101,6 +101,14 @@ OUTSIDE = {
     "a thread": Case(
         "import threading\nasync def main(engine): threading.Thread(target=print).start()", "raised", "thread"
     ),
+    "standard input": Case("async def main(engine): input()", "raised", "EOFError|RuntimeError|OSError"),
+    "standard input, by its number": Case(
+        "import os\nasync def main(engine): os.read(0, 1) + b'' or 1 / 0", "raised", "OSError|ZeroDivisionError"
+    ),
+    "a parent folder": Case("async def main(engine): open('../../etc/passwd')", "raised", "FileNotFoundError"),
+    "a link": Case("import os\nasync def main(engine): os.symlink('/etc/passwd', 'x')", "raised", "Error"),
+    "a mounted folder": Case("import os\nasync def main(engine): os.listdir(3)", "raised", "Error"),
+    "a signal": Case("import os\nasync def main(engine): os.kill(1, 9)", "raised", "AttributeError|OSError"),
     "machine code": Case("import ctypes", "raised", "ModuleNotFoundError"),
     "a package": Case("import numpy", "raised", "ModuleNotFoundError"),
 }
@@ -152,6 +160,25 @@ def test_a_program_is_stopped_and_told_why(ann: ProgramServer, name: str) -> Non
     assert re.fullmatch(case.status, ended["status"]), ended
     assert re.search(case.told, ended["error"]), ended
     assert ended["cpu_seconds"] < 3
+
+
+ABOUT = """
+import os, platform, sys
+
+async def main(engine):
+    told = [os.write(number, b"into nothing") for number in (1, 2)]
+    given = [dict(os.environ), sys.argv, sys.orig_argv, sys.executable, sys.stdin.read()]
+    return given, [os.getcwd(), platform.node(), os.uname().sysname, os.cpu_count()], told
+"""
+
+
+def test_a_program_is_given_no_environment_arguments_or_input(
+    ann: ProgramServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = ann.run(ABOUT)
+    assert ended["value"] == [[{}, [], [], "", ""], ["/", "(none)", "wasi", 1], [12, 12]]
+    printed = capfd.readouterr()
+    assert "into nothing" not in printed.out + printed.err
 
 
 HOLDING = """
