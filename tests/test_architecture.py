@@ -114,6 +114,12 @@ def test_cancelled_has_one_spelling() -> None:
     assert [str(path.relative_to(ROOT)) for path in files if other.search(path.read_text())] == []
 
 
+def test_what_users_have_says_what_it_is() -> None:
+    made = [kind for name in hw.__all__ if isinstance(kind := getattr(hw, name), type)]
+    plain = {kind.__name__ for kind in made if kind.__repr__ is object.__repr__}
+    assert plain == {"Constraint", "Drafter", "ProbeOf"}  # which users write themselves, or only annotate with
+
+
 def test_packages_are_small() -> None:
     folders = {path.parent for path in SOURCES.rglob("*.py")} - {SOURCES / "models" / "families"}
     modules = {str(folder): sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders}

@@ -73,7 +73,9 @@ class TestTasks:
         model = encoders.model("bert", "classify", num_labels=2)
         with hw.pipeline("sentiment-analysis", model, tokenizer=encoders.tokenizer("bert"), device="cpu") as p:
             assert p.name == "text-classification"
-            assert "BertForSequenceClassification" in repr(p)
+            shown = f"BertForSequenceClassification of {p.task.loaded.name}, cpu float32"
+            assert repr(p) == f"Pipeline('text-classification', {shown})"
+            assert repr(p.task) == f"TextClassification({shown})"
 
     def test_a_task_without_a_default_model_says_so(self) -> None:
         with pytest.raises(hw.InvalidInput, match="no default model"):

@@ -233,8 +233,7 @@ class Pipeline(Closing):
         self._finalizer()
 
     def __repr__(self) -> str:
-        loaded = self.task.loaded
-        return f"Pipeline({self.name!r}, {type(loaded.module).__name__} of {loaded.name}, {loaded.backend.placement})"
+        return f"Pipeline({self.name!r}, {self.task.loaded!r})"
 
 
 def by_keyword(task: Task, item: Any, more: Sequence[Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

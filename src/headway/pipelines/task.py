@@ -104,6 +104,10 @@ class Task:
         self.loaded = loaded
         self.config = loaded.config
 
+    def __repr__(self) -> str:
+        loaded = getattr(self, "loaded", None)  # text generation has an engine instead
+        return f"{type(self).__name__}({'' if loaded is None else repr(loaded)})"
+
     @classmethod
     def open(cls, spec: PipelineSpec) -> Any:
         """The pipeline for these arguments; overridden by tasks whose model does not run in transformers."""

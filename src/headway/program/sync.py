@@ -105,6 +105,9 @@ class InferenceEngine(Closing):
         self._last: DecodeState | None = None
         self.diagnostics: list[Diagnostic] = []
 
+    def __repr__(self) -> str:
+        return f"InferenceEngine({self.engine!r})"
+
     @property
     def info(self) -> EngineInfo:
         return self.engine.info

@@ -54,6 +54,9 @@ class LoadedModel:
     unpadded: UnpaddedEncoder | None = None  # the same model for unpadded batches, if it is supported
     quantization: QuantizationReport | None = None  # the effect of quantize=
 
+    def __repr__(self) -> str:
+        return f"{type(self.module).__name__} of {self.name}, {self.backend.placement}"
+
     @property
     def module(self) -> Any:
         return self.backend.module
