@@ -32,6 +32,7 @@ from headway.server import logs
 from headway.server.app import create_app
 from headway.server.errors import ApiError
 from headway.server.middleware.connection import connection_class
+from headway.server.middleware.tls import tls_class
 from headway.server.middleware.websocket import websocket_class
 from headway.server.models import ModelSources
 from headway.server.pooling import PoolingModels
@@ -212,11 +213,12 @@ class QuietServer(uvicorn.Server):
 
 def configure(settings: ServerSettings, app: ASGIApp) -> uvicorn.Config:
     """The uvicorn configuration of every server here."""
+    connection = connection_class(settings)
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=connection_class(settings),
+        http=connection if settings.ssl_certfile is None else tls_class(settings, connection),
         loop="asyncio",
         ws=websocket_class(settings),
         ws_max_size=settings.max_body_bytes,
@@ -226,8 +228,6 @@ def configure(settings: ServerSettings, app: ASGIApp) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         root_path=settings.root_path,
-        ssl_certfile=None if settings.ssl_certfile is None else str(settings.ssl_certfile),
-        ssl_keyfile=None if settings.ssl_keyfile is None else str(settings.ssl_keyfile),
         h11_max_incomplete_event_size=settings.max_header_bytes,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
         timeout_graceful_shutdown=CANCEL_SECONDS,

@@ -15,6 +15,7 @@ import pytest
 from server_process import PATIENCE, Server
 
 from headway.base.errors import InvalidInput
+from headway.server.middleware.tls import SPARE
 from headway.server.run import _listen_at, check_certificate
 from headway.server.settings import ServerSettings
 
@@ -41,6 +42,82 @@ def test_tls_is_spoken_and_nothing_else(start: Callable[..., Server]) -> None:
         )
     server.signal(signal.SIGTERM)
     assert server.end() == 0
+
+
+REQUEST = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+
+
+class Handshake:
+    """A TLS client by hand, over bytes."""
+
+    def __init__(self, server: Server) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+        self._come, self._go = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = ssl.create_default_context(cafile=str(CERTIFICATE))
+        self._tls = context.wrap_bio(self._come, self._go, server_hostname="localhost")
+
+    def begin(self) -> Handshake:
+        """Send the first message, and no other."""
+        with pytest.raises(ssl.SSLWantReadError):
+            self._tls.do_handshake()
+        self.socket.sendall(self._go.read())
+        return self
+
+    def end(self, request: bytes) -> bytes:
+        """Send the last message and a request with it; returns the answer."""
+        while True:
+            self._come.write(self.socket.recv(1 << 16))
+            with suppress(ssl.SSLWantReadError):
+                self._tls.do_handshake()
+                break
+        self._tls.write(request)
+        self.socket.sendall(self._go.read())
+        answer = b""
+        while piece := self.socket.recv(1 << 16):
+            self._come.write(piece)
+            with suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                while text := self._tls.read(1 << 16):
+                    answer += text
+            if answer.endswith(b"}"):
+                break
+        return answer
+
+    def is_closed(self) -> bool:
+        """Whether the server has closed it; what it sent is dropped."""
+        self.socket.setblocking(False)
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+            return True
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+
+
+def test_handshakes_that_are_not_finished_are_bounded_in_number(start: Callable[..., Server]) -> None:
+    limits = {"max_connections": 4, "header_timeout": 1000}
+    server = start({"ssl_certfile": str(CERTIFICATE), "ssl_keyfile": str(KEY)} | limits).ready()
+    assert Handshake(server).begin().end(REQUEST).startswith(b"HTTP/1.1 200")
+    held = [Handshake(server) for _ in range(4 + SPARE + 8)]
+    server.until(lambda: sum(one.is_closed() for one in held) == 8)
+    for one in held[: SPARE + 2]:  # the first ones are those that may go on
+        one.socket.close()
+    held = held[SPARE + 2 :]
+    server.until(lambda: Handshake(server).begin().end(REQUEST).startswith(b"HTTP/1.1 200"))
+    more = [Handshake(server).begin() for _ in range(6)]
+    assert b"503" in more[0].end(REQUEST)[:20]  # with those still in their handshakes it is one too many
+    server.signal(signal.SIGTERM)  # nor does the server wait for them
+    assert server.end() == 0
+    assert all(one.is_closed() for one in more[1:])
+
+
+def test_a_handshake_that_is_not_finished_ends(start: Callable[..., Server]) -> None:
+    server = start({"ssl_certfile": str(CERTIFICATE), "ssl_keyfile": str(KEY), "header_timeout": 0.5}).ready()
+    silent, begun = Handshake(server), Handshake(server).begin()
+    server.until(silent.is_closed)
+    server.until(begun.is_closed)
+    assert Handshake(server).begin().end(REQUEST).startswith(b"HTTP/1.1 200")
 
 
 def test_a_certificate_that_cannot_be_used_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
