@@ -310,10 +310,8 @@ class Decoding:
     lora: Lora = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InvalidInput(f"--max-tokens is {self.max_tokens}; it must be an integer of at least 1")
-        if self.logprobs < 0:
-            raise InvalidInput(f"--logprobs is {self.logprobs}; it must be an integer of at least 0")
+        check_integer(self.max_tokens, "--max-tokens", 1)
+        check_integer(self.logprobs, "--logprobs")
         if "" in (self.stop or ()):
             raise InvalidInput("--stop is empty; it must have at least one character")
         for name in (*FILTERS, "mirostat") if self.temperature == 0 else ():
