@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.base.checks import check_flag
+from headway.base.checks import check_flag, check_integer
 from headway.base.closing import Closing
 from headway.base.config import settings
 from headway.base.dataclass import dataclass
@@ -17,7 +17,7 @@ from headway.base.errors import Closed, ContextLengthExceeded, InvalidInput, Wro
 from headway.base.specs.probes import Hidden, Logits
 from headway.base.specs.samplers import Argmax, Sampler, Sampling
 from headway.base.text import short_repr
-from headway.program.checks.ids import integers, token_ids
+from headway.program.checks.ids import token_ids
 from headway.program.context import Context
 from headway.program.engine import Engine
 from headway.program.model.loaded import EngineInfo
@@ -362,9 +362,7 @@ def generate(
     """
     if not isinstance(engine, InferenceEngine):
         raise WrongType(f"the engine is {short_repr(engine)}; it must be an InferenceEngine(model)")
-    (count,) = integers([max_tokens], "max_tokens")
-    if count < 0:
-        raise InvalidInput(f"max_tokens is {count}; it must be an integer of at least 0")
+    count = check_integer(max_tokens, "max_tokens")
     vocab = engine.engine.vocab_size
     prompt = token_ids(prompt_tokens, vocab, "prompt_tokens")
     if not prompt:

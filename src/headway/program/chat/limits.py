@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from headway.base.checks import check_integer
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
 from headway.base.text import short_repr
-from headway.program.checks.ids import integers
 
 Choice = Literal["auto", "required", "none"] | Mapping[str, Any]
 
@@ -25,9 +25,7 @@ class ChatLimits:
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("max_rounds", 0)):
-            (value,) = integers([getattr(self, name)], name)
-            if value < least:
-                raise InvalidInput(f"{name} is {value}; it must be an integer of at least {least}")
+            check_integer(getattr(self, name), name, least)
         for name in ("tool_timeout", "timeout"):
             seconds = getattr(self, name)
             if seconds is None:
