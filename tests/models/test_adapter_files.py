@@ -75,6 +75,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a group that repeats": ({"target_modules": r"(.*\.?)+q_proj"}, "repeat"),
     "many repetitions": ({"target_modules": ".*" * 9 + "q_proj"}, "repeat"),
 }
+BACKTRACKS = "[a-z0-9_.]*" * 5 + "[^a-z]"
+LONG = "self_attn." + "q" * 180
+SLOW: dict[str, tuple[str, dict[str, Any], str]] = {
+    "many": ("mlp.up_proj", {"rank_pattern": {f"{i}": 4 for i in range(5000)}}, "5000 patterns in rank_pattern"),
+    "slow ones": (
+        "mlp.up_proj",
+        {"alpha_pattern": {f"{BACKTRACKS}{i}": 4 for i in range(4000)}},
+        "more than 3 seconds",
+    ),
+    "one on a long name": (LONG, {"target_modules": BACKTRACKS}, "5 times.*a name of 205 characters"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if "ones" in case else case for case in SLOW]
+)
+def test_patterns_that_take_for_ever_are_refused(case: str) -> None:
+    module, config, words = SLOW[case]
+    given = {NAME.format(0, module, side): torch.ones(4, 4) for side in "AB"}
+    with pytest.raises((hw.Unsupported, hw.BadModelFile), match=words):
+        hw.Adapter.from_tensors(given, CONFIG | {"target_modules": ["up_proj"]} | config)
+
+
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "another rank": ({"r": 8}, "rank 8"),
     "a rank of 0": ({"r": 0}, "r is 0"),

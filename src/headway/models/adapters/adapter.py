@@ -17,6 +17,7 @@ from headway.base.errors import ModelNotFound, Unsupported, WrongType
 from headway.base.text import short_repr
 from headway.models.adapters import gguf, peft
 from headway.models.adapters.low_rank import HEAD, MAX_BYTES, MAX_RANK, ROLES, Limits, LowRank, Target, digest
+from headway.models.adapters.target_rules import TargetRules
 
 
 class Adapter:
@@ -36,7 +37,7 @@ class Adapter:
         *,
         name: str = "",
         architecture: str | None = None,
-        rules: peft.TargetRules | None = None,
+        rules: TargetRules | None = None,
         in_order: bool = False,
     ) -> None:
         """Made by `load` and `from_tensors`.

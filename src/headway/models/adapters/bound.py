@@ -14,6 +14,7 @@ from headway.base.errors import BadModelFile, Unsupported
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
 from headway.models.adapters.modules import HEADS, Module, Share, layer_modules
+from headway.models.adapters.target_rules import Patterns
 from headway.models.capabilities import ATTENTION, Capabilities
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES, by_name
@@ -181,12 +182,13 @@ def _check_all_there(adapter: Adapter, modules: _Modules, config: ModelConfig, w
     """Raise if the adapter's config targets a layer of the model for which it has no weights."""
     if (rules := adapter.rules) is None:
         return
+    patterns = Patterns(what)
     for layer in range(config.layers):
         for part, module in sorted(modules.of(layer).items()):
             target = Target(layer, part)
             if target in adapter.pairs or any(role not in ROLES for role, _ in module.shares):
                 continue
-            if rules.has(f"{rules.place}{layer}.{target.module}"):
+            if rules.has(f"{rules.place}{layer}.{target.module}", patterns):
                 raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")
-    if HEAD not in adapter.pairs and any(rules.has(head) for head in HEADS):
+    if HEAD not in adapter.pairs and any(rules.has(head, patterns) for head in HEADS):
         raise BadModelFile(f"{what}: its config targets {HEAD}, and there are no weights for it")

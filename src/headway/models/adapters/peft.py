@@ -23,12 +23,14 @@ from headway.base.files import read_json
 from headway.base.text import short_repr
 from headway.models.adapters.low_rank import HEAD, MODULES, Limits, LowRank, Target, check_layer
 from headway.models.adapters.modules import HEADS, layer_places
+from headway.models.adapters.target_rules import REPEATS, Patterns, TargetRules
 from headway.models.files.weights import SafetensorsWeights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 MAX_PATTERN = 4096  # characters of a pattern
+MAX_PATTERNS = 4096  # of a field; peft may write one for each module
 MAX_REPEATS = 6  # unbounded repetitions of a pattern: more could take for ever on a module's name
 PLACES = layer_places()
 NAME = re.compile(
@@ -54,37 +56,6 @@ REFUSED: Mapping[str, str] = {
 }
 # Ways to begin that change the base weights: the adapter then fits other weights than the model's.
 OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-@dataclass(frozen=True, eq=False)
-class TargetRules:
-    """Which modules the config says have LoRA, by PEFT's rules."""
-
-    modules: str | tuple[str, ...]
-    excluded: str | tuple[str, ...]
-    layers: frozenset[int] | None
-    layers_patterns: tuple[str, ...]
-    place: str = "model.layers."  # what the tensors' names have before the number of a layer
-
-    def has(self, module: str) -> bool:
-        """Whether a module, such as `model.layers.0.mlp.up_proj`, has LoRA."""
-        if _named(self.excluded, module):
-            return False
-        if isinstance(self.modules, str):
-            if self.modules.lower() == "all-linear":
-                return module not in HEADS  # which PEFT does not count among them
-            return re.fullmatch(self.modules, module) is not None
-        if module in self.modules:
-            return True
-        return _named(self.modules, module) and (self.layers is None or self._layer(module) in self.layers)
-
-    def _layer(self, module: str) -> int | None:
-        """The number of the module's layer, where `layers_pattern` says layers are."""
-        patterns = [rf"(?:^|.*?\.){p}\.(?P<number>\d+)\." for p in self.layers_patterns]
-        for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
-            if (match := re.match(pattern, module)) is not None:
-                return int(match["number"])
-        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +175,7 @@ class _Config:
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._where = f"{where}: {CONFIG}"
+        self._matcher = Patterns(self._where)
         kind = config.get("peft_type", "LORA")
         kind = getattr(kind, "value", kind)
         if kind != "LORA":
@@ -232,12 +204,12 @@ class _Config:
 
     def scaling(self, module: str, rank: int) -> float:
         """The scaling of a module, whose tensors must have the rank that the config says."""
-        if not self.rules.has(module):
+        if not self.rules.has(module, self._matcher):
             raise BadModelFile(f"{self._where} does not target {module}, and there are tensors for it")
-        expected = self._ranks.get(_pattern_of(self._ranks, module), self._rank)
+        expected = self._ranks.get(self._matcher.key_of(self._ranks, module), self._rank)
         if rank != expected:
             raise BadModelFile(f"{self._where} gives {module} rank {expected}, and its tensors have rank {rank}")
-        alpha = self._alphas.get(_pattern_of(self._alphas, module), self._alpha)
+        alpha = self._alphas.get(self._matcher.key_of(self._alphas, module), self._alpha)
         return alpha / (math.sqrt(rank) if self._rslora else rank)
 
     def _rules(self, config: Mapping[str, Any]) -> TargetRules:
@@ -272,6 +244,8 @@ class _Config:
         value = config.get(field) or {}
         if not isinstance(value, Mapping):
             raise BadModelFile(f"{self._where} has {field}={short_repr(value)}; an object is needed")
+        if len(value) > MAX_PATTERNS:
+            raise BadModelFile(f"{self._where} has {len(value)} patterns in {field}; the limit is {MAX_PATTERNS}")
         return [(self._pattern(key, field), number) for key, number in value.items()]
 
     def _pattern(self, value: Any, field: str) -> str:
@@ -281,10 +255,10 @@ class _Config:
                 f"{self._where} has {field} {short_repr(value)}; it takes a pattern of {MAX_PATTERN} characters at most"
             )
         try:
-            re.compile(value)
+            self._matcher.compile(value)
         except (re.error, RecursionError, OverflowError) as error:
             raise BadModelFile(f"{self._where} has {field} {short_repr(value)}: {error}") from None
-        if len(re.findall(r"[*+]|\{\d*,\d*\}", value)) > MAX_REPEATS or re.search(r"\)(?:[*+]|\{)", value):
+        if len(REPEATS.findall(value)) > MAX_REPEATS or re.search(r"\)(?:[*+]|\{)", value):
             raise Unsupported(
                 f"{self._where} has {field} {short_repr(value)}; a pattern may repeat {MAX_REPEATS} times, and "
                 "no group, or it could take for ever: list the modules"
@@ -307,17 +281,3 @@ class _Config:
         if not isinstance(value, bool):
             raise BadModelFile(f"{self._where}: {field} is {short_repr(value)}; it must be true or false")
         return value
-
-
-def _named(names: str | tuple[str, ...], module: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return module in names or any(module.endswith(f".{name}") for name in names)
-
-
-def _pattern_of(patterns: Iterable[str], module: str) -> str:
-    """The first pattern that a module's name ends with, or its name."""
-    for pattern in patterns:
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return pattern
-    return module
