@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 C, M = "/v1/completions", "/v1/chat/completions"
@@ -131,3 +134,51 @@ def test_a_cache_salt_keeps_cached_pages_apart(served):
     assert cached(cache_salt="mine") == 0
     assert cached(cache_salt="mine") > 0
     assert cached(cache_salt="other") == 0
+
+
+def test_marks_of_what_to_cache_and_what_libraries_add_change_nothing(served):
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    turns = [*USER, {"role": "assistant", "content": "Red."}, *USER]
+    plain = served.chat(turns, tools=tools, **GREEDY)["choices"]
+    parts = [{"type": "text", "text": turns[0]["content"], **mark, "prompt_cache_breakpoint": {"mode": "explicit"}}]
+    marked = [{"role": "user", "content": parts}, turns[1] | {"provider_specific_fields": {"refusal": None}}]
+    marked = [*marked, turns[2] | mark]
+    options = {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
+    assert served.chat(marked, tools=[tools[0] | mark], **options, **GREEDY)["choices"] == plain
+    response = served.post("/v1/responses", input="Hi", max_output_tokens=1, **options)
+    assert response.status == 200
+    stream = served.post(M, messages=USER, stream=True, stream_options={"continuous_usage_stats": False}, **GREEDY)
+    assert stream.events
+
+
+@pytest.mark.parametrize("type", ["json_object", "json_schema"])
+def test_a_schema_beside_the_type_of_the_format_is_enforced(served, type):
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    format = {"type": type, "schema": schema}
+    text = served.chat(USER, response_format=format, temperature=0, max_tokens=250)["choices"][0]["message"]["content"]
+    assert json.loads(text) == {"a": 7}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"response_format": {"type": "text", "schema": {}}}, "has a schema; remove it"),
+        ({"response_format": {"type": "json_schema"}}, "has no json_schema"),
+        ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "'not'"),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"name": "a"}}},
+            "both schema and json_schema",
+        ),
+        ({"enable_thinking": False}, "use chat_template_kwargs"),
+        ({"regex": "a"}, r"use structured_outputs\.regex"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
+        ({"messages": [*USER, {"role": "assistant", "content": "a", "reasoning": "b"}]}, r"reasoning is not supported"),
+        ({"messages": [USER[0] | {"reasoning": "b"}]}, "only allowed in messages of an assistant"),
+        ({"messages": [USER[0] | {"cache": 1}]}, "cache"),
+    ],
+)
+def test_what_would_change_a_response_is_refused_with_the_way_out(served, fields, says):
+    response = served.post(M, **{"messages": USER, **GREEDY, **fields})
+    assert response.status == 400
+    assert re.search(says, response.error["message"])

@@ -74,6 +74,9 @@ def test_reasoning_goes_to_a_template_that_knows_it(tmp_path: Path):
     folder = small_folder(tmp_path / "model", template="qwen")
     assert "reasoning_content" in (TEMPLATES / "qwen.jinja").read_text()
     with live(hw.Engine(folder, threads=1, pages=64)) as server:
-        said = {"role": "assistant", "content": "a", "reasoning_content": "b"}
-        response = server.post("/tokenize", messages=[{"role": "user", "content": "a"}, said])
-        assert response.status == 200, response.body
+        said, counts = {"role": "assistant", "content": "a"}, []
+        for more in ({}, {"reasoning_content": "b"}, {"reasoning": "b"}, {"reasoning": "b", "reasoning_content": "b"}):
+            response = server.post("/tokenize", messages=[{"role": "user", "content": "a"}, said | more])
+            assert response.status == 200, response.body
+            counts.append(response.json["count"])
+        assert counts[0] < counts[1] == counts[2] == counts[3]

@@ -19,6 +19,7 @@ IGNORED = (
     "metadata",
     "prediction",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
@@ -54,6 +55,10 @@ OFF_VALUES: dict[str, Any] = {
     "vllm_xargs": {},
 }
 """Fields of other servers that are not supported, and the value that changes nothing, which is accepted."""
+
+
+CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Fields of messages, parts and tools that say what to cache. They are not used: every prefix is cached by itself."""
 
 
 class FailAtFirst(FailFast):
@@ -95,6 +100,7 @@ class RequestSchema(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     off_values: ClassVar[dict[str, Any]] = {}  # unknown fields that are accepted with this value
+    unused: ClassVar[frozenset[str]] = frozenset()  # those that are accepted with any
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +111,11 @@ class RequestSchema(BaseModel):
         known = _known_fields(cls)
         unknown = [name for name in value if name not in known]
         for name in unknown:
-            if value[name] is not None and not _is_off(value[name], cls.off_values.get(name)):
+            if (
+                name not in cls.unused
+                and value[name] is not None
+                and not _is_off(value[name], cls.off_values.get(name))
+            ):
                 raise PydanticCustomError("unknown_field", "unknown", {"name": str(name)})
         return {name: one for name, one in value.items() if name in known} if unknown else value
 
@@ -122,6 +132,8 @@ def _is_off(value: Any, off: Any) -> bool:
 
 class StreamOptions(RequestSchema):
     """What a stream contains in addition to its text."""
+
+    off_values: ClassVar[dict[str, Any]] = {"continuous_usage_stats": False}
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers; ignored
@@ -205,6 +217,7 @@ class GenerationRequest(SamplingFields):
     metadata: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -244,6 +257,8 @@ class FunctionDefinition(RequestSchema):
 
 
 class ToolDefinition(RequestSchema):
+    unused: ClassVar[frozenset[str]] = CACHE_MARKS
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -380,10 +395,13 @@ class JsonSchema(RequestSchema):
 class ResponseFormat(RequestSchema):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of JSON, as llama-server has it
 
 
 class ContentPart(RequestSchema):
     """One part of a message's content."""
+
+    unused: ClassVar[frozenset[str]] = CACHE_MARKS
 
     type: Literal["text", "refusal", "image_url", "input_audio", "file", "video_url"]
     text: str | None = None
@@ -437,12 +455,15 @@ else:
 class ChatMessage(RequestSchema):
     """One message of a chat, of any role. Clients may send back messages with all fields that responses have."""
 
+    unused: ClassVar[frozenset[str]] = CACHE_MARKS | {"provider_specific_fields"}  # the last is litellm's own
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], FailAtFirst()] | None = None
     name: str | None = None
     tool_calls: Annotated[list[AnyToolCall], FailAtFirst()] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # its name on other servers
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None

@@ -152,7 +152,7 @@ def as_message(
         result["name"] = message.name
     if message.role == "assistant":
         return result | _assistant_fields(message, source, where, budget)
-    for field in ("tool_calls", "reasoning_content", "refusal"):
+    for field in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
         if getattr(message, field) is not None:
             raise bad_request(
                 f"{where}.{field} is only allowed in messages of an assistant; remove it", f"{where}.{field}"
@@ -171,14 +171,16 @@ def _assistant_fields(message: ChatMessage, source: str, where: str, budget: Bud
     result: dict[str, Any] = {}
     if message.refusal and message.content:
         raise bad_request(f"{where} has both content and a refusal; pass one of them", f"{where}.refusal")
-    if message.reasoning_content and not any(word in source for word in REASONING_WORDS):
+    field = "reasoning" if message.reasoning_content is None else "reasoning_content"
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning and not any(word in source for word in REASONING_WORDS):
         raise bad_request(
-            f"{where}.reasoning_content is not supported by this model's chat template; remove it",
-            f"{where}.reasoning_content",
+            f"{where}.{field} is not supported by this model's chat template; remove it",
+            f"{where}.{field}",
             "unsupported",
         )
-    if message.reasoning_content is not None:
-        result["reasoning_content"] = result["thinking"] = message.reasoning_content
+    if reasoning is not None:
+        result["reasoning_content"] = result["thinking"] = reasoning
     if message.tool_calls:
         named = [(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
         result["tool_calls"] = [_call(call, name, budget) for call, name in named]

@@ -136,13 +136,19 @@ def _custom_tools(body: ChatRequest, settings: ServerSettings) -> dict[str, Gram
 
 def _response_format(body: ChatRequest, settings: ServerSettings) -> Grammar | None:
     format = body.response_format
-    if format is None or format.type == "text":
+    if format is None:
         return None
-    if format.type == "json_object":
-        return Grammar.json_object()
-    if format.json_schema is None:
+    if format.type == "text":
+        if format.schema_ is not None:
+            raise bad_request("response_format of type text has a schema; remove it", "response_format.schema")
+        return None
+    if format.json_schema is not None and format.schema_ is not None:
+        raise bad_request("response_format has both schema and json_schema; pass one of them", "response_format.schema")
+    if format.json_schema is None and format.schema_ is None and format.type == "json_schema":
         raise bad_request("response_format of type json_schema has no json_schema; pass one", "response_format")
-    where, schema = "response_format.json_schema.schema", format.json_schema.schema_
+    where, schema = "response_format.schema", format.schema_
+    if format.type == "json_schema" and format.json_schema is not None:
+        where, schema = "response_format.json_schema.schema", format.json_schema.schema_
     if schema is None:
         return Grammar.json_object()
     check_size(schema, where, settings)

@@ -271,6 +271,7 @@ class ResponseRequest(PromptRequest):
     metadata: Metadata | None = None
 
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
