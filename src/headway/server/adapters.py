@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -52,16 +53,23 @@ class ServedAdapters:
     @property
     def known(self) -> tuple[str, ...]:
         """The names of all, also before the model is loaded for the first time."""
-        return (*self._served, *self._unread)
+        return tuple(dict.fromkeys((*self._served, *self._unread)))  # one that is being read may be in both
+
+    def size(self, name: str) -> int | None:
+        """The bytes of an adapter: in memory, or of its files before it is read."""
+        if (served := self._served.get(name)) is not None:
+            return served.adapter.nbytes
+        return None if (source := self._unread.get(name)) is None else _bytes_on_disk(source.path)
 
     def open(self, engine: Engine) -> None:
         """Load all adapters for an engine that was just opened."""
         for served in list(self._served.values()):
             engine.load_adapter(served.adapter)
         for name, source in list(self._unread.items()):
-            served = self._loaded(engine, source)
-            self._served[name] = served
-            del self._unread[name]
+            self._served[name] = served = self._loaded(engine, source)
+            if self._unread.pop(name, None) is None:  # it was unloaded meanwhile
+                self._served.pop(name, None)
+                self._let_go(engine, served)
 
     async def load(self, engine: Engine, name: str, path: str, *, is_taken: bool, others: int, replace: bool) -> None:
         """Load an adapter from below --lora-dir; other models have `others`. Raises an `ApiError`, and nothing has
@@ -140,5 +148,12 @@ class ServedAdapters:
         return ServedAdapter(source.name, adapter, source.scale, int(time.time()))
 
     def _let_go(self, engine: Engine, served: ServedAdapter) -> None:
-        if all(other.adapter.digest != served.adapter.digest for other in self._served.values()):
+        if all(other.adapter.digest != served.adapter.digest for other in list(self._served.values())):
             engine.unload_adapter(served.adapter)
+
+
+def _bytes_on_disk(path: Path) -> int | None:
+    """Of an adapter's weights: a file, or one in a folder; None where there is none yet."""
+    with suppress(OSError):
+        return (path / "adapter_model.safetensors" if path.is_dir() else path).stat().st_size
+    return None

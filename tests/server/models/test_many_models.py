@@ -17,6 +17,7 @@ from headway.cli.flags.shared import ComputeOptions
 from headway.cli.main import dispatch
 from headway.cli.serve.models import SeveralModels
 from headway.models.adapters.source import AdapterSource
+from headway.server.adapters import ServedAdapter
 from headway.server.keys import add_key
 from headway.server.models import ModelSources
 from headway.server.settings import ServerSettings
@@ -385,13 +386,22 @@ def test_adapters_belong_to_their_model_and_come_back_with_it(folders: dict[str,
             assert answer.status == 200, answer.body
             return answer.json if path.startswith("/v1/models") or "completions" in path else None
 
+        def card(name: str) -> dict[str, object]:
+            found = ask(f"/v1/models/{name}")
+            return {key: found[key] for key in ("state", "size", "max_model_len")}  # type: ignore[index]
+
         def parents() -> dict[str, str | None]:
             return {card["id"]: card["parent"] for card in ask("/v1/models")["data"]}  # type: ignore[index]
 
         assert parents() == {"ada": None, "bob": None, "red": "bob", "cleo": None}
+        on_disk = (tmp_path / "loras" / "red" / "adapter_model.safetensors").stat().st_size
+        assert card("red") == {"state": "absent", "size": on_disk, "max_model_len": POSITIONS}
         said = {name: ask("/v1/completions", **ASKED, model=name) for name in ("bob", "red")}
         texts = {name: answer["choices"][0]["text"] for name, answer in said.items()}  # type: ignore[index]
         assert texts["bob"] != texts["red"]
+        red_bytes = served.models._named["bob"].adapters.names["red"].adapter.nbytes
+        assert card("red") == {"state": "ready", "size": red_bytes, "max_model_len": POSITIONS}
+        assert 0 < red_bytes < card("bob")["size"]
         ask("/v1/load_lora_adapter", lora_name="blue", lora_path="blue", base_model_name="cleo")
         assert parents()["blue"] == "cleo"
         taken = {"lora_name": "red", "lora_path": "blue", "base_model_name": "cleo"}
@@ -405,6 +415,34 @@ def test_adapters_belong_to_their_model_and_come_back_with_it(folders: dict[str,
         assert "blue" not in parents()
         with pytest.raises(hw.HeadwayError, match="'red' is an adapter; connect to 'bob'"):
             hw.connect(served.url, model="red", api_key=key)
+
+
+def test_an_adapter_may_be_unloaded_while_its_model_loads(folders: dict[str, Path], tmp_path: Path) -> None:
+    with hw.Engine(folders["ada"], threads=1, pages=8) as engine:
+        for seed, name in enumerate(("red", "blue"), 1):
+            saved_adapter(tmp_path / name, engine.config, seed=seed)
+    loader, key = Loader(), add_key(tmp_path / "keys.json", "admin", admin=True)
+    adapters = tuple(AdapterSource(name, tmp_path / name) for name in ("red", "blue"))
+    source = loader.source(folders["bob"], adapters=adapters)
+    how = {"lora_dir": tmp_path, "key_file": tmp_path / "keys.json"}
+    with many(ModelSources((source, loader.source(folders["ada"]))), loader, **how) as served:
+        model = served.models._named["bob"]
+        read = model.adapters._loaded
+
+        def unloaded_while_read(engine: hw.Engine, source: AdapterSource) -> ServedAdapter:
+            adapter = read(engine, source)
+            if source.name == "red":
+                head = {"authorization": f"Bearer {key}"}
+                assert served.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "red"}, head).status == 200
+            return adapter
+
+        model.adapters._loaded = unloaded_while_read  # pyright: ignore
+        head = {"authorization": f"Bearer {key}"}
+        assert served.ask("POST", "/v1/completions", ASKED | {"model": "blue"}, head).status == 200
+        assert served.ask("POST", "/v1/completions", ASKED | {"model": "red"}, head).status == 404
+        assert model.adapters.known == ("blue",)
+        assert model.engine is not None
+        assert model.engine.stats().adapters == 1
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

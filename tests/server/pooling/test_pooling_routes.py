@@ -127,7 +127,9 @@ class TestEmbeddings:
     def test_models_are_listed(self, client: openai.OpenAI) -> None:
         listed = {model.id: model for model in client.models.list()}
         assert {"smollm2", "minilm", "small-rerank", "small-classify"} == set(listed)
-        assert client.models.retrieve("minilm").to_dict()["max_model_len"] == 256
+        card = client.models.retrieve("minilm").to_dict()
+        assert (card["max_model_len"], card["state"]) == (256, "ready")
+        assert 20_000_000 < card["size"] < 100_000_000  # 22.7 million parameters
 
 
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [

@@ -256,7 +256,7 @@ class ModelCard(ResponseSchema):
     parent: str | None
     max_model_len: int | None
     state: Literal["absent", "loading", "ready", "draining", "failed"]
-    size: int | None  # bytes of weights: in memory, or on disk before they are loaded
+    size: int | None  # bytes of its own weights: in memory, or on disk before they are loaded
     progress: float | None  # of loading, from 0 to 1
 
 

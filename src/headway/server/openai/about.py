@@ -74,7 +74,8 @@ def _adapter_card(model: ServedModel, name: str) -> dict[str, Any]:
     """An adapter is a model whose parent is the one that it is for."""
     adapter = model.adapters.names.get(name)
     created = 0 if adapter is None else adapter.loaded_at
-    return _model_card(model, name) | {"created": created, "root": name, "parent": model.name}
+    own = {"created": created, "root": name, "parent": model.name, "size": model.adapters.size(name)}
+    return _model_card(model, name) | own
 
 
 def _pooling_card(serving: Serving, pool: PoolingModel) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _pooling_card(serving: Serving, pool: PoolingModel) -> dict[str, Any]:
         "parent": None,
         "max_model_len": getattr(pool.task, "limit", None),
         "state": "ready",
-        "size": None,
+        "size": pool.size,
         "progress": None,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headway.base.dataclass import dataclass
@@ -36,6 +37,12 @@ class PoolingModel:
     @property
     def task(self) -> Any:
         return self.pipeline.task
+
+    @cached_property
+    def size(self) -> int | None:
+        """Bytes of its weights; None where they are not torch's."""
+        parameters = getattr(self.pipeline.model, "parameters", None)
+        return None if parameters is None else sum(tensor.nbytes for tensor in parameters())
 
 
 class PoolingModels:
