@@ -223,6 +223,8 @@ def test_published_files_without_a_prefix_and_with_masks_are_the_same_model(tmp_
         ("qwen3-moe", {"num_local_experts": 4}, r"mlp.gate.weight' has shape \[5, 64\]; this config needs \[4, 64\]"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must name one of 1, 0"),
         ("falcon", {"alibi": True}, "alibi is true"),
+        ("falcon", {"apply_residual_connection_post_layernorm": True}, "residuals after norms are not supported"),
+        ("gemma3", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping is 3.0; Gemma 3 does not cap its scores"),
         ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized as 'mxfp4'"),
         ("phi3", {"partial_rotary_factor": 3.0, "rope_parameters": None}, "partial_rotary_factor is 3.0"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
@@ -238,6 +240,23 @@ def test_a_config_that_does_not_fit_is_refused_by_name_before_memory_is_taken(
     monkeypatch.setattr(SafetensorsWeights, "array", lambda *_, **__: pytest.fail("a weight was read"))
     with pytest.raises(hw.HeadwayError, match=message):
         hw.Engine(folder, pages=8, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("smollm3", {"hidden_act": "gelu"}),
+        ("gemma", {"hidden_act": "silu"}),
+        ("gpt-oss", {"attention_bias": False}),
+    ],
+)
+def test_values_that_no_published_config_has_mean_what_transformers_takes_them_for(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    _, model = family_model(name, **changes)
+    tokens = random_tokens(97, 20)
+    with hw.Engine(save_hf(tmp_path, model), pages=8, threads=1) as engine:
+        assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
 
 
 def test_a_file_without_one_expert_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

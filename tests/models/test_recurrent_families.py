@@ -337,7 +337,10 @@ class Tree:
     ("name", "changes", "message"),
     [
         ("lfm2", {"layer_types": ["conv"]}, "layer_types must name one of conv, full_attention for each of 4 layers"),
-        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0; it must be between 1"),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0; it must be between 2"),
+        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; recurrent layers have silu alone"),
+        ("granite-hybrid", {"hidden_act": "gelu"}, "recurrent layers have silu alone"),
+        ("mamba2", {"hidden_act": "gelu"}, "recurrent layers have silu alone"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": [9]}, r"full_attn_idxs is \[9\]; it must list layers"),
         ("qwen3-next", {"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads evenly"),
         ("qwen3-next", {"linear_key_head_dim": 9}, r"in_proj_qkvz.weight' has shape \[128, 64\]; this config needs"),

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
     if keys.bool("alibi", False):
-        raise Unsupported("config.json: alibi is true; Falcon with ALiBi is not supported, only with rotary positions")
+        raise Unsupported(
+            "config.json: alibi is true; Falcon with ALiBi (falcon-rw) is not supported, only with a rope"
+        )
+    if keys.bool("apply_residual_connection_post_layernorm", False):
+        raise Unsupported(
+            "config.json: apply_residual_connection_post_layernorm is true; residuals after norms are not supported"
+        )
     new, parallel = keys.bool("new_decoder_architecture", False), keys.bool("parallel_attn", True)
     norms = keys.size("num_ln_in_parallel_attn", 2 if new else 1)
     shared = 1 if keys.bool("multi_query", True) else config.heads

@@ -14,16 +14,18 @@ if TYPE_CHECKING:
 
 
 def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
-    keys.activation(default="gelu_pytorch_tanh")  # gelu stands for its approximation here, as in transformers
-    return replace(config, description=_description(config, "rms+1"))
+    activation = keys.activation(default="gelu_pytorch_tanh")
+    if activation == "gelu":  # it stands for its approximation here, as in transformers
+        activation = "gelu_tanh"
+    return replace(config, description=_description(config, "rms+1", activation))
 
 
 def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
     return replace(config, description=_description(config, "rms"))  # the file's norms have the 1
 
 
-def _description(config: ModelConfig, norm: NormKind) -> Description:
-    return Description(norm=norm, activation="gelu_tanh", embedding_scale=config.hidden_size**0.5)
+def _description(config: ModelConfig, norm: NormKind, activation: str = "gelu_tanh") -> Description:
+    return Description(norm=norm, activation=activation, embedding_scale=config.hidden_size**0.5)
 
 
 FAMILY = Family(

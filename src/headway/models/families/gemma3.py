@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from headway.base.errors import Unsupported
 from headway.kernels.host.rope import Rope
 from headway.models.description import Description
 from headway.models.families.family import Family
@@ -22,6 +23,8 @@ LOCAL = 10_000.0  # the rope base of layers with a window
 
 def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
     windows = alternating(keys, config.layers, every=keys.size("sliding_window_pattern", 6))
+    if (cap := keys.cap("attn_logit_softcapping")) is not None:
+        raise Unsupported(f"config.json: attn_logit_softcapping is {cap}; Gemma 3 does not cap its scores")
     theta = keys.float("rope_local_base_freq", LOCAL)
     local = local_rope(keys, config.head_dim, config.max_positions, theta)
     description = Description(
@@ -30,7 +33,6 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
         activation=keys.activation("hidden_activation", "gelu_pytorch_tanh"),
         embedding_scale=config.hidden_size**0.5,
         attention_scale=keys.positive("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_cap=keys.cap("attn_logit_softcapping"),
         logit_cap=keys.cap("final_logit_softcapping"),
         ropes=tuple(config.rope if window is None else local for window in windows),
     )

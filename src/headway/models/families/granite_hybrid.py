@@ -12,6 +12,7 @@ from headway.models.families.gguf_experts import gguf_experts
 from headway.models.families.granite import gguf_multipliers, multipliers
 from headway.models.families.granite_moe import expert_half
 from headway.models.families.recurrent_parts import (
+    check_activation,
     gguf_mamba2,
     gguf_recurrent_layers,
     gguf_ssm,
@@ -28,6 +29,7 @@ KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_atte
 
 
 def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
+    check_activation(keys)
     kinds = keys.per_layer(
         "layers_block_type" if keys.has("layers_block_type") else "layer_types", config.layers, KINDS
     )

@@ -24,7 +24,7 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
         config,
         tied=keys.bool("tie_embedding", config.tied),
         intermediate_size=feed_forward_size(keys, config.intermediate_size),
-        description=_description(layers, keys.size("conv_L_cache", 3), keys.bool("conv_bias", False)),
+        description=_description(layers, keys.size("conv_L_cache", 3, least=2), keys.bool("conv_bias", False)),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headway.base.errors import BadModelFile
 from headway.models.description import Description, Mamba2
 from headway.models.families.family import Family
-from headway.models.families.recurrent_parts import gguf_mamba2, gguf_ssm, mamba2_parts, step_limits
+from headway.models.families.recurrent_parts import check_activation, gguf_mamba2, gguf_ssm, mamba2_parts, step_limits
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -34,19 +34,17 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
         bias=keys.bool("use_bias", False),
         steps=step_limits(keys),
     )
-    return _described(config, what, keys.activation())
+    check_activation(keys)
+    return _described(config, what)
 
 
 def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
     return _described(config, gguf_mamba2(keys, tensors))
 
 
-def _described(config: ModelConfig, what: Mamba2, activation: str = "silu") -> ModelConfig:
+def _described(config: ModelConfig, what: Mamba2) -> ModelConfig:
     layers = frozenset(range(config.layers))
-    return replace(
-        config,
-        description=Description(recurrence=what, recurrent_layers=layers, no_feed_forward=True, activation=activation),
-    )
+    return replace(config, description=Description(recurrence=what, recurrent_layers=layers, no_feed_forward=True))
 
 
 FAMILY = Family(

@@ -12,7 +12,7 @@ from headway.models.description import Description, Experts, GatedDelta
 from headway.models.families.family import Cut, Family, Part
 from headway.models.families.gguf_experts import gguf_experts
 from headway.models.families.qwen2_moe import dense_layers
-from headway.models.families.recurrent_parts import conv, gguf_ssm, rate
+from headway.models.families.recurrent_parts import check_activation, conv, gguf_ssm, rate
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
 
 def delta_description(keys: Keys, layers: int, experts: Experts | None) -> Description:
     """The description of a config.json with gated delta nets."""
+    check_activation(keys)
     kinds = keys.per_layer("layer_types", layers, {"linear_attention": True, "full_attention": False})
     every = keys.size("full_attention_interval", 4)
     recurrent = frozenset(i for i in range(layers) if (kinds[i] if kinds else (i + 1) % every))
@@ -48,7 +49,6 @@ def delta_description(keys: Keys, layers: int, experts: Experts | None) -> Descr
     return Description(
         norm="rms+1",
         gated_attention=True,
-        activation=keys.activation(),
         experts=experts,
         recurrence=what if recurrent else None,
         recurrent_layers=recurrent,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.base.arrays import is_tensor
-from headway.base.errors import BadModelFile
+from headway.base.errors import BadModelFile, Unsupported
 from headway.models.description import Mamba2
 from headway.models.families.family import Cut, Part
 from headway.models.keys import Keys
@@ -17,6 +17,12 @@ from headway.models.weights.shapes import layer_shapes
 
 if TYPE_CHECKING:
     from headway.models.config import ModelConfig
+
+
+def check_activation(keys: Keys) -> None:
+    """Raise for an activation that recurrent layers do not have."""
+    if keys.activation() != "silu":
+        raise Unsupported(f"config.json: hidden_act is {keys.get('hidden_act')!r}; recurrent layers have silu alone")
 
 
 def conv(name: str) -> dict[str, Part]:

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
     every = keys.size("no_rope_layer_interval", 4)
     rotated = keys.per_layer("no_rope_layers", config.layers, {1: True, 0: False})
-    return _described(config, rotated or tuple(bool((i + 1) % every) for i in range(config.layers)))
+    rotated = rotated or tuple(bool((i + 1) % every) for i in range(config.layers))
+    return _described(config, rotated, keys.activation())
 
 
 def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
     return _described(config, tuple(bool((i + 1) % 4) for i in range(config.layers)))
 
 
-def _described(config: ModelConfig, rotated: tuple[bool, ...]) -> ModelConfig:
+def _described(config: ModelConfig, rotated: tuple[bool, ...], activation: str = "silu") -> ModelConfig:
     ropes = tuple(config.rope if each else Rope(0) for each in rotated)
-    return replace(config, description=Description(ropes=ropes))
+    return replace(config, description=Description(ropes=ropes, activation=activation))
 
 
 FAMILY = Family(
