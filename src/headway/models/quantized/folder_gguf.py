@@ -5,7 +5,7 @@ What would be written is read back before a byte is: a folder whose config a GGU
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,15 +15,18 @@ import numpy as np
 
 from headway.base.errors import HeadwayError, Unsupported
 from headway.models.config import ModelConfig, from_gguf
+from headway.models.description import GatedDelta
 from headway.models.families import by_gguf, by_name
 from headway.models.families.family import Cut, Family, FirstOf, Part
 from headway.models.files.weights import Weights
+from headway.models.quantized.gguf_keys import MetaItem, keys_of, unread_keys
 from headway.models.weights.load import folder_array
 from headway.models.weights.roles import FREQUENCIES, GGUF_NAMES, GGUF_PARTS, Roles
 from headway.models.weights.rows import half_split
-from headway.models.weights.shapes import layer_shapes, model_shapes
+from headway.models.weights.shapes import has_experts, layer_shapes, model_shapes
 
-MetaItem = str | int | float | bool | Sequence[str] | Sequence[int] | Sequence[float]
+CYCLED = ("qwen3.5", "qwen3.5-moe")  # families whose files have the value heads of a key head apart
+BY_VALUE_HEAD = ("mix_gate", "mix_beta", "mix_step", "step_bias", "rate", "mix_out")
 LLAMA_FILES = {"mistral": "llama"}  # families whose files say another's architecture
 
 
@@ -35,6 +38,7 @@ class FolderAsGguf:
         self._roles.check()
         self._family = _family_of(path, config)
         self._config, self._weights = config, weights
+        self._cycled = self._family.name in CYCLED
         self._parts: dict[str, list[tuple[str, str, tuple[int, ...], Part]]] = {}  # name → role, at, shape, where
         for at, mine, shapes in self._places():
             for role, shape in shapes.items():
@@ -68,7 +72,12 @@ class FolderAsGguf:
         out = np.empty(part.shape(self._config), np.float32)
         for role, at, shape, part in parts:
             assert isinstance(part, Cut)
-            out[part.take(np.arange(len(out)), self._config)] = self._values(role, at, shape)
+            values = self._values(role, at, shape)
+            if values.ndim == 1:  # numbers, not rows
+                places = part.take(np.arange(out.size).reshape(out.shape), self._config)
+                out.reshape(-1)[places.ravel()] = values
+            else:
+                out[part.take(np.arange(len(out)), self._config)] = values
         return out
 
     def _places(self) -> Iterator[tuple[str, str, dict[str, tuple[int, ...]]]]:
@@ -83,8 +92,10 @@ class FolderAsGguf:
 
     def _values(self, role: str, at: str, shape: tuple[int, ...]) -> np.ndarray:
         values, c = folder_array(self._roles, role, shape, at), self._config
-        if c.description.norm == "rms+1" and role.endswith("_norm"):
+        if c.description.norm == "rms+1" and role.endswith("_norm") and role != "mix_norm":
             values = values + np.float32(1)
+        if self._cycled:
+            return by_turns(role, values, c)
         pairs = self._family.interleaved_gguf and not c.interleaved_weights
         if pairs and role.removesuffix("_bias") in ("q", "k"):
             moved = np.empty_like(values)
@@ -96,10 +107,24 @@ class FolderAsGguf:
 def _family_of(path: Path, config: ModelConfig) -> Family:
     family = by_name(LLAMA_FILES.get(config.family, config.family))
     other_order = config.interleaved_weights and not family.interleaved_gguf
-    own_layers = config.description.latent or config.description.per_layer or config.recurrent_layers
-    if family.gguf is None or other_order or own_layers:
+    if family.gguf is None or other_order or config.description.per_layer:
         raise Unsupported(f"{path} is a {config.family} model, of which no GGUF file is written; use int8, int4 or fp8")
     return by_gguf(family.gguf, experts=config.description.experts is not None)
+
+
+def by_turns(role: str, values: np.ndarray, c: ModelConfig) -> np.ndarray:
+    """A weight of a gated delta net with the first value head of every key head first, then the second ones."""
+    how = c.description.recurrence
+    if not isinstance(how, GatedDelta) or role not in ("mix_qkv", "conv", *BY_VALUE_HEAD):
+        return values
+    heads = np.arange(how.value_heads).reshape(how.key_heads, -1).T.ravel()
+    if role in ("mix_beta", "mix_step", "step_bias", "rate"):
+        return values[heads]
+    numbers = (heads[:, None] * how.value_dim + np.arange(how.value_dim)).ravel()
+    if role == "mix_out":
+        return values[:, numbers]
+    before = len(values) - len(numbers)  # queries and keys
+    return np.concatenate([values[:before], values[before + numbers]])
 
 
 def _one(part: Part, config: ModelConfig) -> str:
@@ -112,7 +137,7 @@ def _one(part: Part, config: ModelConfig) -> str:
 def _metadata(path: Path, config: ModelConfig, family: Family, names: frozenset[str]) -> dict[str, MetaItem]:
     """The keys that this family's files have: those that are read. Read back, they must give the config."""
     arch = family.gguf
-    all_keys = {f"{arch}.{family.gguf_keys.get(key, key)}": value for key, value in _keys(config).items()}
+    all_keys = {f"{arch}.{family.gguf_keys.get(key, key)}": value for key, value in keys_of(config).items()}
     all_keys["general.architecture"] = str(arch)
     seen = _Seen(all_keys)
     with suppress(HeadwayError):  # a key of another family: those that were read are kept
@@ -120,7 +145,7 @@ def _metadata(path: Path, config: ModelConfig, family: Family, names: frozenset[
     needed = {f"{arch}.vocab_size", f"{arch}.context_length"}
     kept = {key: value for key, value in all_keys.items() if key in seen.read | needed}
     _check_same(path, config, from_gguf(kept, set(names)))
-    return kept
+    return kept | {f"{arch}.{key}": value for key, value in unread_keys(config).items()}
 
 
 class _Seen(dict[str, Any]):
@@ -135,53 +160,10 @@ class _Seen(dict[str, Any]):
         return super().get(key, default)
 
 
-def _keys(c: ModelConfig) -> dict[str, MetaItem]:
-    d, rope = c.description, c.rope
-    windows = sorted({window for window in c.windows if isinstance(window, int)})
-    keys: dict[str, MetaItem | None] = {
-        "context_length": c.max_positions,
-        "embedding_length": c.hidden_size,
-        "block_count": c.layers,
-        "feed_forward_length": c.intermediate_size,
-        "vocab_size": c.vocab_size,
-        "attention.head_count": c.heads,
-        "attention.head_count_kv": c.kv_heads,
-        "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.norm_eps,
-        "attention.sliding_window": windows[0] if windows else None,
-        "attention.sliding_window_pattern": [window is not None for window in c.windows] if windows else None,
-        "attn_logit_softcapping": d.attention_cap,
-        "final_logit_softcapping": d.logit_cap,
-        "embedding_scale": d.embedding_scale,
-        "attention.scale": d.attention_scale,
-        "residual_scale": d.residual_scale,
-        "logit_scale": 1 / d.logit_scale if c.family.startswith("granite") else d.logit_scale,
-        "attention.clamp_kqv": d.qkv_clip,
-        "use_parallel_residual": d.parallel,
-    }
-    if rope.dim:
-        keys |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
-    local = [r.theta for r, window in zip(d.ropes or (), c.windows, strict=False) if window is not None and r.dim]
-    keys["rope.freq_base_swa"] = local[0] if local else None
-    if rope.kind in ("linear", "yarn"):
-        keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
-    if rope.kind == "yarn":
-        keys["rope.scaling.original_context_length"] = rope.original_positions
-    if (x := d.experts) is not None:
-        keys |= {"expert_count": x.count, "expert_used_count": x.per_token, "expert_feed_forward_length": x.size}
-        keys["expert_shared_feed_forward_length"] = x.shared_size or None
-        keys["interleave_moe_layer_step"] = 1 + min(frozenset(range(c.layers)) - x.dense_layers)
-    return {key: value for key, value in keys.items() if value is not None}
-
-
 def _check_same(path: Path, wanted: ModelConfig, written: ModelConfig) -> None:
-    """Raise unless two configs compute the same; norms may count from 1, and rows have an order of their own."""
+    """Raise unless two configs compute the same."""
+    wanted = _as_written(wanted, written)
     how, there = (replace(c.description, attention_scale=c.attention_scale) for c in (wanted, written))
-    how = replace(how, norm="rms" if how.norm == "rms+1" else how.norm)
-    if wanted.rope.kind == "llama3":  # said by a tensor
-        ropes = how.ropes and tuple(written.rope if rope == wanted.rope else rope for rope in how.ropes)
-        wanted, how = replace(wanted, rope=written.rope), replace(how, ropes=ropes)
     for ours, theirs in ((wanted, written), (how, there)):
         for each in fields(ours):
             one, other = getattr(ours, each.name), getattr(theirs, each.name)
@@ -190,6 +172,26 @@ def _check_same(path: Path, wanted: ModelConfig, written: ModelConfig) -> None:
                     f"{path}: a GGUF file of the {written.family} family cannot say that {each.name} is {one!r}, and "
                     f"would mean {other!r}; use int8, int4 or fp8"
                 )
+
+
+def _as_written(c: ModelConfig, written: ModelConfig) -> ModelConfig:
+    """A config with what a file has otherwise and means the same: norms that count from 1, rows with an order of their
+    own, a scaled rope, a size that no layer has."""
+    how, rope = c.description, c.rope
+    how = replace(how, norm="rms" if how.norm == "rms+1" else how.norm)
+    if isinstance(how.recurrence, GatedDelta) and written.family in CYCLED:
+        how = replace(how, recurrence=replace(how.recurrence, cycled=True))
+    if rope.kind == "llama3":  # said by a tensor
+        rope = written.rope
+    if how.latent is not None and rope.kind == "yarn" and rope.scale == 1:  # scores are scaled, not the rotation
+        there = written.rope.mscale_all_dim
+        rope = replace(rope, attention_factor=written.rope.attention_factor, mscale=written.rope.mscale)
+        rope = replace(rope, mscale_all_dim=there) if _equal(rope.mscale_all_dim, there) else rope
+    if how.ropes is not None:
+        how = replace(how, ropes=tuple(rope if each == c.rope else each for each in how.ropes))
+    dense = not how.no_feed_forward and any(not has_experts(c, layer) for layer in range(c.layers))
+    size = c.intermediate_size if dense else written.intermediate_size
+    return replace(c, description=how, rope=rope, intermediate_size=size)
 
 
 def _equal(one: Any, other: Any) -> bool:

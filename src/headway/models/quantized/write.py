@@ -29,7 +29,8 @@ from headway.models.files.quantized_folder import E4M3
 from headway.models.files.safetensors import INDEX, SINGLE
 from headway.models.files.weights import GgufWeights, Weights, open_weights
 from headway.models.nested import text_config
-from headway.models.quantized.folder_gguf import FolderAsGguf, MetaItem
+from headway.models.quantized.folder_gguf import FolderAsGguf
+from headway.models.quantized.gguf_keys import MetaItem
 from headway.models.quantized.write_gguf import GGUF, sync, write_gguf, written
 from headway.models.weights.load import LoadProgress
 from headway.models.weights.roles import Roles

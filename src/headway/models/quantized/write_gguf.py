@@ -22,7 +22,8 @@ from headway.base.errors import InvalidInput
 from headway.models.files.encode import ENCODABLE, encode
 from headway.models.files.gguf import DEFAULT_ALIGNMENT, KINDS, TYPE_NUMBERS
 from headway.models.files.weights import GgufWeights
-from headway.models.quantized.folder_gguf import FolderAsGguf, MetaItem
+from headway.models.quantized.folder_gguf import FolderAsGguf
+from headway.models.quantized.gguf_keys import MetaItem
 from headway.models.weights.load import LoadProgress
 
 CHUNK = 1 << 22  # numbers of a tensor that are quantized at a time
