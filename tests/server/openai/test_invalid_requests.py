@@ -388,6 +388,7 @@ def test_fields_that_change_nothing_are_those_of_the_list(served):
     """Every other field does something or is refused."""
     plain = served.complete("The sky is", max_tokens=6, temperature=0)["choices"]
     values = {"metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"}, "store": True}
+    values |= {"prompt_cache_options": {"mode": "implicit"}}
     idle = {name: values.get(name, "x") for name in IGNORED}
     assert served.complete("The sky is", max_tokens=6, temperature=0, **idle)["choices"] == plain
     for model in (CompletionRequest, ChatRequest):

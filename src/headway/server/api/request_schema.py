@@ -395,7 +395,7 @@ class JsonSchema(RequestSchema):
 class ResponseFormat(RequestSchema):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of JSON, as llama-server has it
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of JSON, as llama-server has it
 
 
 class ContentPart(RequestSchema):
