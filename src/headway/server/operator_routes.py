@@ -9,7 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from headway.base.version import VERSION
+from headway.program.engine import Engine
 from headway.server.api.response_schema import COMMON, ERRORS, ErrorResponse, Responses, ResponseSchema, ok
+from headway.server.errors import ApiError
 from headway.server.models import requested_model
 from headway.server.serving import Serving
 
@@ -29,7 +31,10 @@ class Version(ResponseSchema):
 
 
 class DefaultGenerationSettings(ResponseSchema):
+    """The context length, and the sampling parameters of a request that sets none."""
+
     n_ctx: int
+    params: dict[str, Any]
 
 
 class Modalities(ResponseSchema):
@@ -106,7 +111,7 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     engine = lease.engine
     names = engine.tokenizer.special_tokens if engine.has_tokenizer else {}
     return {
-        "default_generation_settings": {"n_ctx": engine.config.max_positions},
+        "default_generation_settings": {"n_ctx": engine.config.max_positions, "params": _defaults(engine)},
         "total_slots": serving.settings.max_queue_requests,
         "model_alias": lease.model.name,
         "chat_template": "" if engine.chat_template is None else engine.chat_template.source,
@@ -118,15 +123,27 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     }
 
 
+def _defaults(engine: Engine) -> dict[str, Any]:
+    """The sampling parameters that the model's file has, and those that are the server's, by llama-server's names."""
+    names = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+    given = engine.generation_defaults.given
+    values = {name: given.get(name, off) for name, off in names.items()}
+    return {"n_predict": -1, **values, "repeat_penalty": values.pop("repetition_penalty")}
+
+
 @router.get(
     "/slots",
     summary="Requests in flight",
     response_model=None,
     responses={200: {"model": list[Slot], "description": "The requests"}},
 )
-async def slots(request: Request, model: str | None = None) -> list[dict[str, Any]]:
-    """The requests of this key that are in flight, to one model or to all, oldest first, and how far they are."""
+async def slots(request: Request, model: str | None = None, fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
+    """The requests of this key that are in flight, to one model or to all, oldest first, and how far they are. With
+    `fail_on_no_slot` a 503 where no more would be admitted."""
     serving: Serving = request.app.state.serving
+    most = serving.settings.max_queue_requests
+    if fail_on_no_slot and serving.in_flight >= most:
+        raise ApiError(503, f"all {most} places for requests are taken; try again", headers={"Retry-After": "1"})
     own = serving.admitted(serving.tenant(request))
     return [{"id": i, **one.progress()} for i, one in enumerate(own) if model in (None, one.model)]
 

@@ -10,7 +10,8 @@ LONGEST = 64  # characters of a path that is looked for among those that exist
 HINTS = {  # beginnings of paths that clients of other APIs call, the longest match counts
     "/api/": "of Ollama's API there are chat, generate, embed, embeddings, tags, ps, show and version: "
     "models are not managed here",
-    "/embeddings": "the path is /v1/embeddings: the client's base URL must end in /v1",
+    "/slots": "GET /slots lists requests; what they computed is in the prefix cache, not saved or erased by slot",
+    "/v1/stream": "a stream ends with its connection: send the request again",
     "/generate": "use POST /v1/completions",
     "/redoc": "GET /docs is the API's description, and GET /openapi.json the same for programs",
     "/v1/v1/": "the client adds /v1 itself: its base URL must not end in /v1",

@@ -21,6 +21,12 @@ def test_version_and_properties(scene):
     props = Props.model_validate(scene.ask("GET", "/props").json, strict=True)
     assert (props.model_alias, props.bos_token, props.eos_token) == ("speaker", "<s>", "</s>")
     assert props.default_generation_settings.n_ctx == scene.engine.config.max_positions
+    params = props.default_generation_settings.params
+    given = scene.engine.generation_defaults.given
+    assert (params["n_predict"], params["temperature"]) == (-1, given.get("temperature", 1.0))
+    (card,) = scene.ask("GET", "/v1/models").json["data"]
+    assert card["meta"]["n_ctx_train"] == scene.engine.config.max_positions
+    assert card["meta"]["n_params"] == scene.engine.info.parameters
 
 
 def test_slots_are_those_of_the_key(scene):

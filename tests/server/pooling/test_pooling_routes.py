@@ -77,6 +77,26 @@ class TestEmbeddings:
         assert plain["data"] == same["data"]
         assert plain["usage"]["prompt_tokens"] == len(ids)
 
+    def test_as_llama_server_has_them(self, served: Live, minilm: hw.Pipeline) -> None:
+        want = np.stack(minilm(TEXTS[:2]))
+        for path, body in (("/embedding", {"content": TEXTS[:2]}), ("/embeddings", {"input": TEXTS[:2]})):
+            listed = served.post(path, **body).json
+            assert [one["index"] for one in listed] == [0, 1]
+            np.testing.assert_allclose([one["embedding"][0] for one in listed], want, atol=2e-6)
+        norms = {0: lambda x: x / np.abs(x).max() * 32760, 1: lambda x: x / np.abs(x).sum()}
+        norms[3] = lambda x: x / (np.abs(x) ** 3).sum() ** (1 / 3)
+        for kind, norm in norms.items():
+            ((found,),) = [
+                one["embedding"] for one in served.post("/embedding", content="x y", embd_normalize=kind).json
+            ]
+            np.testing.assert_allclose(found, norm(minilm("x y")), rtol=1e-4, atol=1e-6)
+        for wrong, param in (
+            ({"content": "a", "input": "b"}, "content"),
+            ({"content": "a", "embd_normalize": -1}, None),
+        ):
+            assert served.refused("/embedding", **wrong)["param"] == (param or "embd_normalize")
+        assert served.refused("/embedding", content=["a", "word " * 400])["param"] == "content"
+
     def test_many_clients_share_batches(self, served: Live, minilm: hw.Pipeline) -> None:
         texts = encoders.texts(60, seed=1)
         want = np.stack(minilm(texts))

@@ -432,7 +432,7 @@ def test_the_root_links_to_what_there_is(server: Server) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "hint"),
     [
-        ("POST", "/embeddings", "base URL must end in /v1"),
+        ("POST", "/slots/0", "not saved or erased by slot"),
         ("POST", "/v1/v1/chat/completions", "must not end in /v1"),
         ("POST", "/v1/assistants", "POST /v1/chat/completions"),
         ("GET", "/redoc", "/openapi.json"),

@@ -247,6 +247,16 @@ class ChatChunk(ResponseSchema):
 # -- about the model ---------------------------------------------------------------------------------------------------
 
 
+class ModelMeta(ResponseSchema):
+    """What llama-server tells about a model that is loaded."""
+
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size: int
+
+
 class ModelCard(ResponseSchema):
     id: str
     object: Literal["model"]
@@ -258,6 +268,7 @@ class ModelCard(ResponseSchema):
     state: Literal["absent", "loading", "ready", "draining", "failed"]
     size: int | None  # bytes of its own weights: in memory, or on disk before they are loaded
     progress: float | None  # of loading, from 0 to 1
+    meta: ModelMeta | None
 
 
 class ModelList(ResponseSchema):

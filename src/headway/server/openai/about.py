@@ -90,6 +90,7 @@ def _pooling_card(serving: Serving, pool: PoolingModel) -> dict[str, Any]:
         "state": "ready",
         "size": pool.size,
         "progress": None,
+        "meta": None,
     }
 
 
@@ -105,6 +106,17 @@ def _model_card(model: ServedModel, name: str) -> dict[str, Any]:
         "state": model.shown_state,
         "size": model.weight_bytes,
         "progress": None if model.progress is None else model.progress[0] / max(1, model.progress[1]),
+        "meta": None if model.engine is None else _meta(model.engine),
+    }
+
+
+def _meta(engine: Engine) -> dict[str, int]:
+    return {
+        "n_vocab": engine.vocab_size,
+        "n_ctx_train": engine.config.max_positions,
+        "n_embd": engine.config.hidden_size,
+        "n_params": engine.info.parameters,
+        "size": engine.info.weight_bytes,
     }
 
 
