@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from pydantic import BaseModel
 
 import headway as hw
+import headway.server
 from headway.base.specs.generation import FACES, PARAMETERS, Parameter, parameters_of
 from headway.base.specs.logits_rules import NAMES as RULES
 from headway.base.specs.logits_rules import SWITCHES
@@ -27,9 +30,13 @@ from headway.pipelines.generation.options import GenerationOptions
 from headway.program.generation.parameters import Options
 from headway.remote.protocol.values import sampler_of, spec_json
 from headway.server import lab
-from headway.server.api.request_schema import ChatRequest, CompletionRequest
+from headway.server.anthropic.request_schema import MessagesRequest
+from headway.server.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from headway.server.lab.schema import TraceRequest
+from headway.server.llama_server.completion import NativeCompletionRequest
+from headway.server.llama_server.infill import InfillRequest
 from headway.server.ollama.request_schema import LOADING, OllamaOptions
+from headway.server.responses.request_schema import ResponseRequest
 from headway.testing import scripted_engine
 
 (LAB,) = [kind for kind in get_args(TraceRequest.model_fields["sampling"].annotation) if kind is not NoneType]
@@ -51,7 +58,8 @@ def of_dataclass(kind: Any) -> Fields:
 
 
 def of_model(kind: type[BaseModel]) -> Fields:
-    return {name: (field.annotation, field.default) for name, field in kind.model_fields.items()}
+    fields = kind.model_fields.items()
+    return {name: (field.annotation, None if field.is_required() else field.default) for name, field in fields}
 
 
 DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
@@ -63,6 +71,10 @@ DECLARED: dict[tuple[str, str], Callable[[], Fields]] = {
     ("cli", "chat"): lambda: of_function(chat),
     ("http", "completions"): lambda: of_model(CompletionRequest),
     ("http", "chat"): lambda: of_model(ChatRequest),
+    ("llama_server", "completion"): lambda: of_model(NativeCompletionRequest),
+    ("llama_server", "infill"): lambda: of_model(InfillRequest),
+    ("responses", ""): lambda: of_model(ResponseRequest),
+    ("messages", ""): lambda: of_model(MessagesRequest),
     ("ollama", ""): lambda: of_model(OllamaOptions),
     ("lab", ""): lambda: of_model(LAB),
     ("decoder", ""): lambda: of_dataclass(TextGenerationOptions),
@@ -79,7 +91,17 @@ OTHERS = {
     "user prompt suffix best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
     "parallel_tool_calls modalities add_generation_prompt cache_salt chat_template_kwargs continue_final_message "
     "function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens "
-    "truncate_prompt_tokens verbosity grammar chat_template repeat_penalty use_beam_search",
+    "truncate_prompt_tokens verbosity grammar chat_template repeat_penalty use_beam_search prompt_cache_options",
+    "llama_server": "model max_tokens max_completion_tokens n logprobs post_sampling_probs stream samplers "
+    "repeat_last_n n_indent t_max_predict_ms return_tokens timings_per_token response_fields cache_prompt id_slot "
+    "n_keep n_discard t_max_prompt_ms allowed_token_ids cache_salt priority repeat_penalty stop_token_ids prompt json_schema "
+    "input_prefix input_suffix input_extra",
+    "responses": "allowed_token_ids background cache_salt chat_template_kwargs conversation include input instructions "
+    "max_tool_calls metadata model parallel_tool_calls previous_response_id priority prompt_cache_key "
+    "prompt_cache_retention reasoning repeat_penalty safety_identifier service_tier stop_token_ids store stream "
+    "stream_options tool_choice tools user prompt_cache_options",
+    "messages": "allowed_token_ids cache_control cache_salt messages metadata model priority repeat_penalty "
+    "service_tier stop_token_ids stream system thinking tool_choice tools",
     "ollama": " ".join(("repeat_last_n", *LOADING)),
     "lab": "draws",
     "decoder": "stop_strings stop_sequence eos_token_id pad_token_id return_full_text return_text return_tensors "
@@ -181,13 +203,16 @@ def accepts(face: str, engine: hw.Engine) -> Callable[[str, Any], bool]:
         "file": lambda name, value: fits(lambda: hw.GenerationDefaults(**{name: value})),
         "cli": lambda name, value: fits(lambda: Decoding(**{"max_tokens": 8, "temperature": 1.0, name: value}).check()),
         "http": lambda name, value: all(by_schema(kind, name, value) for kind in (CompletionRequest, ChatRequest)),
+        "llama_server": lambda name, value: by_schema(NativeCompletionRequest, name, value),
+        "responses": lambda name, value: by_schema(ResponseRequest, name, value),
+        "messages": lambda name, value: by_schema(MessagesRequest, name, value),
         "ollama": lambda name, value: by_schema(OllamaOptions, name, value),
         "seq2seq": lambda name, value: fits(lambda: GenerationOptions(**{name: value})),
     }
     return checks[face]
 
 
-@pytest.mark.parametrize("face", ["generate", "sampler", "sync", "file", "cli", "http", "ollama", "seq2seq"])
+@pytest.mark.parametrize("face", sorted({face for face, _ in DECLARED} - {"decoder", "lab"}))
 def test_bounds_are_the_tables(face: str, engine: hw.Engine) -> None:
     accepted = accepts(face, engine)
     for parameter in parameters_of(face):
@@ -234,6 +259,27 @@ def block(script: str, before: str) -> dict[str, Any]:
     return json.loads(re.sub(r",\s*\}", "}", quoted))
 
 
+def test_every_request_that_draws_is_a_face() -> None:
+    """A new API's request cannot lack a parameter unnoticed: it has to be declared above."""
+    for module in pkgutil.walk_packages(headway.server.__path__, "headway.server."):
+        importlib.import_module(module.name)
+
+    def kinds(of: type[BaseModel]) -> Iterator[type[BaseModel]]:
+        for kind in of.__subclasses__():
+            yield from kinds(kind) if kind.__subclasses__() else (kind,)
+
+    drawing = {kind for kind in kinds(SamplingFields) if kind.__module__.startswith("headway.")}
+    assert drawing == {
+        CompletionRequest,
+        ChatRequest,
+        NativeCompletionRequest,
+        InfillRequest,
+        ResponseRequest,
+        MessagesRequest,
+    }
+    assert {face for face, _ in DECLARED} == FACES.keys()
+
+
 # -- every face that draws has every way of drawing ----------------------------------------------------------------
 
 ABSENT = {  # parameters of `Sampling` that a face does not offer, and why
@@ -243,6 +289,9 @@ ABSENT = {  # parameters of `Sampling` that a face does not offer, and why
     },
     "cli": {"logit_bias": "token ids are not known on a command line"},
     "http": {},
+    "llama_server": {},
+    "responses": {},
+    "messages": {},
     "ollama": {"logit_bias": "Ollama has no such option"},
     "decoder": {
         **dict.fromkeys(("presence_penalty", "frequency_penalty"), "transformers has no such option"),

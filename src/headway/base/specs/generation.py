@@ -27,6 +27,9 @@ FACES: Mapping[str, str] = {
     "file": "the keys of generation_config.json",
     "cli": "the flags of headway run and headway chat",
     "http": "the fields of /v1/completions and /v1/chat/completions",
+    "llama_server": "the fields of llama-server's /completion and /infill",
+    "responses": "the fields of /v1/responses",
+    "messages": "the fields of /v1/messages",
     "ollama": "the options of Ollama's routes",
     "lab": "the Lab's controls",
     "decoder": "the options of the text-generation pipeline",
@@ -100,14 +103,19 @@ def _on(faces: str) -> frozenset[str]:
 _NEW = {"file": "max_new_tokens", "decoder": "max_new_tokens", "seq2seq": "max_new_tokens"}
 _LEAST = {face: name.replace("max", "min") for face, name in _NEW.items()}
 _CALLS = _on("generate file decoder seq2seq")  # with the names that transformers has
-_RULES = _on("generate sampler cli http ollama decoder")
-_DRAWING = _CALLS | _on("sampler cli http ollama lab")
+_APIS = _on("http llama_server responses messages")  # whose fields for drawing are one class
+_RULES = _APIS | _on("generate sampler cli ollama decoder")
+_DRAWING = _APIS | _CALLS | _on("sampler cli ollama lab")
 
 _TABLE = (
     Parameter(
-        "max_tokens", int, 256, "New tokens at most.", low=1, names={**_NEW, "ollama": "num_predict"},
-        faces=_CALLS | _on("cli http ollama"), defaults={"cli": {"run": 256, "chat": 512}},
-        differs={"http": "0 scores a prompt and generates nothing", "ollama": "-1 is no limit"},
+        "max_tokens", int, 256, "New tokens at most.", low=1,
+        names={**_NEW, "ollama": "num_predict", "llama_server": "n_predict", "responses": "max_output_tokens"},
+        faces=_APIS | _CALLS | _on("cli ollama"), defaults={"cli": {"run": 256, "chat": 512}},
+        differs={
+            "http": "0 scores a prompt and generates nothing",
+            **dict.fromkeys(("ollama", "llama_server"), "-1 is no limit"),
+        },
     ),
     Parameter(
         "max_length", int, None, "Tokens at most, those of the prompt included.", low=1, faces=_CALLS,
@@ -115,7 +123,7 @@ _TABLE = (
     ),
     Parameter(
         "min_tokens", int, 0, "New tokens before an end token may come.", low=0, names=_LEAST,
-        faces=_CALLS | _on("http"),
+        faces=_APIS | _CALLS,
     ),
     Parameter(
         "min_length", int, 0, "Tokens before an end token may come, those of the prompt included.", low=0,
@@ -134,7 +142,7 @@ _TABLE = (
     Parameter(
         "top_k", int, 0, "Draw among the k likeliest tokens.", low=0, hint="0 turns it off",
         faces=_DRAWING | _on("sync"),
-        differs=dict.fromkeys(("http", "ollama"), "-1 turns it off too, as on other servers"),
+        differs=dict.fromkeys((*sorted(_APIS), "ollama"), "-1 turns it off too, as on other servers"),
     ),
     Parameter(
         "top_p", float, 1.0, "Draw among the fewest tokens whose probabilities reach p.", above=0, high=1,
@@ -163,11 +171,11 @@ _TABLE = (
     ),
     Parameter(
         "presence_penalty", float, 0.0, "Subtracted from the logit of every token generated before.",
-        faces=_on("sampler sync cli http ollama lab"),
+        faces=_APIS | _on("sampler sync cli ollama lab"),
     ),
     Parameter(
         "frequency_penalty", float, 0.0, "Subtracted from a token's logit each time the token was generated.",
-        faces=_on("sampler sync cli http ollama lab"),
+        faces=_APIS | _on("sampler sync cli ollama lab"),
     ),
     Parameter(
         "dry_multiplier", float, 0.0, "How much a token loses that would continue a repeated sequence (DRY).", low=0,
@@ -199,13 +207,13 @@ _TABLE = (
     Parameter("mirostat_eta", float, 0.1, "How quickly it is followed.", low=0, high=1000, faces=_RULES),
     Parameter(
         "logit_bias", object, None, "Added to the logits: of the tokens named, or of all by an array.",
-        faces=_on("sampler http lab"),
+        faces=_APIS | _on("sampler lab"),
     ),
     Parameter(
         "seed", int, None, "The same seed draws the same tokens.", low=0, high=(1 << 64) - 1,
-        faces=_on("sampler cli http ollama lab decoder seq2seq"),
+        faces=_APIS | _on("sampler cli ollama lab decoder seq2seq"),
         differs={
-            **dict.fromkeys(("http", "ollama"), "clients send negative seeds, which stand for their 64 bits"),
+            **dict.fromkeys((*sorted(_APIS), "ollama"), "clients send negative seeds, which stand for their 64 bits"),
             "seq2seq": "torch's seeds end below 2**63",
         },
     ),
@@ -226,30 +234,37 @@ _TABLE = (
         words=("never",), faces=_CALLS | _on("http"),
     ),
     Parameter(
-        "num_return_sequences", int, 1, "Sequences to return.", low=1, high=1024, names={"http": "n"},
-        faces=_CALLS | _on("http"),
-        differs={"http": "the server's max_n bounds it", "seq2seq": "transformers sets no limit"},
+        "num_return_sequences", int, 1, "Sequences to return.", low=1, high=1024,
+        names={"http": "n", "llama_server": "n_cmpl"}, faces=_CALLS | _on("http llama_server"),
+        differs={
+            **dict.fromkeys(("http", "llama_server"), "the server's max_n bounds it"),
+            "seq2seq": "transformers sets no limit",
+        },
     ),
     Parameter(
         "stop", object, (), "Strings and token ids that end the text, besides the model's end tokens.",
-        faces=_on("generate cli http ollama decoder"),
+        names={"messages": "stop_sequences"}, faces=_APIS | _on("generate cli ollama decoder"),
     ),
     Parameter(
         "stop_only", bool, False, "Ignore the model's end tokens: only `stop` ends the text.",
-        names={"http": "ignore_eos"}, faces=_on("generate http"),
+        names=dict.fromkeys(_APIS, "ignore_eos"), faces=_APIS | _on("generate"),
     ),
     Parameter(
         "constrain", object, None, "A grammar, or an object, that says which tokens may come next.",
-        names={"http": "structured_outputs"}, faces=_on("generate http"),
+        names={
+            "http": "structured_outputs", "llama_server": "grammar", "responses": "text", "messages": "output_config"
+        },
+        faces=_APIS | _on("generate"),
     ),
     Parameter(
         "probe", object, None, "What to read at every step, as log-probabilities: one probe or a list.",
-        names={"http": "logprobs", "cli": "logprobs"}, defaults={"cli": 0}, faces=_on("generate cli http"),
+        names={"http": "logprobs", "cli": "logprobs", "llama_server": "n_probs", "responses": "top_logprobs"},
+        defaults={"cli": 0}, faces=_on("generate cli http llama_server responses"),
     ),
     Parameter("attention_mask", object, None, "What every new token attends to.", faces=_on("generate")),
     Parameter(
-        "bad_words_ids", object, None, "Sequences of token ids that must not come.", names={"http": "bad_words"},
-        faces=_CALLS | _on("http"),
+        "bad_words_ids", object, None, "Sequences of token ids that must not come.",
+        names=dict.fromkeys(_APIS, "bad_words"), faces=_APIS | _CALLS,
     ),
     Parameter(
         "sequence_bias", object, None, "Added to the logit of a sequence's last token where the others have just come.",
@@ -265,8 +280,8 @@ _TABLE = (
         faces=_on("generate"),
     ),
     Parameter(
-        "adapter", object, None, "LoRA adapters that new tokens are computed under.", names={"cli": "lora"},
-        faces=_on("generate cli"),
+        "adapter", object, None, "LoRA adapters that new tokens are computed under.",
+        names=dict.fromkeys(("cli", "llama_server"), "lora"), faces=_on("generate cli llama_server"),
     ),
     Parameter(
         "speculate", object, None, "What drafts tokens to verify: the same text in fewer passes.",
