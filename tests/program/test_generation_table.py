@@ -94,8 +94,8 @@ OTHERS = {
     "truncate_prompt_tokens verbosity grammar chat_template repeat_penalty use_beam_search prompt_cache_options",
     "llama_server": "model max_tokens max_completion_tokens n logprobs post_sampling_probs stream samplers "
     "repeat_last_n n_indent t_max_predict_ms return_tokens timings_per_token response_fields cache_prompt id_slot "
-    "n_keep n_discard t_max_prompt_ms allowed_token_ids cache_salt priority repeat_penalty stop_token_ids prompt json_schema "
-    "input_prefix input_suffix input_extra",
+    "n_keep n_discard t_max_prompt_ms allowed_token_ids cache_salt priority repeat_penalty stop_token_ids prompt "
+    "json_schema input_prefix input_suffix input_extra",
     "responses": "allowed_token_ids background cache_salt chat_template_kwargs conversation include input instructions "
     "max_tool_calls metadata model parallel_tool_calls previous_response_id priority prompt_cache_key "
     "prompt_cache_retention reasoning repeat_penalty safety_identifier service_tier stop_token_ids store stream "
