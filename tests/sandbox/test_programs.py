@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import threading
 import zipfile
 from collections.abc import Awaitable, Callable
@@ -17,7 +19,7 @@ import pytest
 
 import headway as hw
 from headway.base.errors import InvalidInput, Unsupported
-from headway.sandbox import artifact
+from headway.sandbox import artifact, runner
 from headway.sandbox.artifact import private_folder
 from headway.server.errors import ApiError
 from headway.server.keys import ANYONE, Tenant, TenantLimits
@@ -288,6 +290,39 @@ def test_programs_at_once_share_the_cpu_time_of_their_key() -> None:
         assert programs.start(ANYONE, WAITS, {}).granted > 0
 
     with_programs(trial, max_key_cpu=1.0, max_program_cpu=0.4)
+
+
+ELSEWHERE = """
+import ctypes, json, select, socket, sys
+from headway.sandbox import wasm, worker
+
+class Library:
+    def __getattr__(self, name): raise AttributeError(name)
+
+sys.platform, ctypes.CDLL = "darwin", lambda name: Library()
+del select.POLLRDHUP, socket.SOCK_SEQPACKET
+sys.argv = ["worker", *sys.argv[1:]]
+worker.main()
+"""
+
+
+@pytest.mark.usefixtures("guest")
+def test_programs_need_nothing_that_only_linux_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker, without what other systems lack."""
+    spawn = subprocess.Popen
+    elsewhere = lambda command, **how: spawn([command[0], "-c", ELSEWHERE, *command[3:]], **how)  # noqa: E731
+    monkeypatch.setattr(runner.subprocess, "Popen", elsewhere)
+    monkeypatch.delattr(socket, "SOCK_SEQPACKET")
+
+    async def trial(programs: Programs) -> None:
+        assert (await ended(programs.start(ANYONE, "async def main(engine): return 5", {})))["value"] == 5
+        many = [programs.start(ANYONE, "async def main(engine, n): return n", {"n": n}) for n in range(12)]
+        assert [(await ended(run))["value"] for run in many] == list(range(12))
+        waits = programs.start(ANYONE, WAITS, {})
+        waits.stop("enough")
+        assert (await ended(waits))["error"] == "enough"
+
+    with_programs(trial)
 
 
 @pytest.mark.usefixtures("guest")

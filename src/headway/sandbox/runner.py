@@ -60,17 +60,19 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
+        self._line = b""  # what has come of the worker's next message
+        self._sending = asyncio.Lock()
 
     async def open(self) -> None:
         """Start the worker, and wait until it can run programs."""
         if self._ready is None:
             loop = asyncio.get_running_loop()
             self._ready = loop.create_future()
-            own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            own, its = socket.socketpair()
             own.setblocking(False)
             with its:
                 self._process = await asyncio.to_thread(_spawn, its, self._command)
-            self._socket = own
+            self._socket, self._line = own, b""
             loop.add_reader(own, self._receive)
         await asyncio.shield(self._ready)
 
@@ -122,29 +124,32 @@ class Sandbox:
 
     async def _send(self, message: dict[str, Any], *sockets: socket.socket) -> None:
         """Tell the worker something; what it has not read yet may fill the socket for a moment."""
-        data, fds = json.dumps(message).encode(), [one.fileno() for one in sockets]
-        while self._socket is not None:
-            try:
-                socket.send_fds(self._socket, [data], fds)
-            except BlockingIOError:
-                await asyncio.sleep(RETRY)
-            except OSError:  # the worker is gone, which its end of the socket tells too
-                return
-            else:
-                return
+        data, fds = json.dumps(message).encode() + b"\n", [one.fileno() for one in sockets]
+        async with self._sending:
+            while data and self._socket is not None:
+                try:
+                    data, fds = data[socket.send_fds(self._socket, [data], fds) :], []
+                except BlockingIOError:
+                    await asyncio.sleep(RETRY)
+                except OSError:  # the worker is gone, which its end of the socket tells too
+                    return
 
     def _receive(self) -> None:
         assert self._socket is not None
-        assert self._ready is not None
         try:
             data = self._socket.recv(4096)
         except BlockingIOError:
             return
         except OSError:
             data = b""
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._told(json.loads(line))
         if not data:
-            return self._lost()
-        message = json.loads(data)
+            self._lost()
+
+    def _told(self, message: dict[str, Any]) -> None:
+        assert self._ready is not None
         if "ready" in message:
             self._ready.set_result(None)
         else:

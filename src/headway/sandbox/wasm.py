@@ -40,7 +40,7 @@ class Guest:
         self._engine, self._component = engine, component
         self._session, self._limits = session, limits
         self._poll = select.poll()
-        self._poll.register(session, select.POLLIN | select.POLLRDHUP)
+        self._poll.register(session, select.POLLIN | getattr(select, "POLLRDHUP", 0))  # which only Linux has
         self._stopped: str | None = None
 
     def run(self, source: str, args: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The worker: a process that starts each program in a child of its own, and tells the server how it ended.
 
-The server sends {"start": n} with two sockets, the program's session and its control; {"kill": n} ends it at once. The
-worker answers {"ended": n, "status", "cpu"}. It has one thread, so that forking is safe, and ends with the server.
+The server sends lines of JSON: {"start": n} with two sockets, the program's session and its control; {"kill": n} ends
+it at once. The worker answers {"ended": n, "status", "cpu"}. It has one thread, so that forking is safe, and ends with
+the server.
 
     python -m headway.sandbox.worker FD wasm FILE        a child runs the guest
     python -m headway.sandbox.worker FD process JSON     a child executes this command
@@ -40,6 +41,8 @@ class SandboxWorker:
         self._server, self._run = server, run
         self._children: dict[int, int] = {}  # a program's number by its process
         self._wake, self._woken = os.pipe()
+        self._line = b""  # what has come of the next message
+        self._sockets: list[int] = []  # that have come, two for each program to start
 
     def serve(self) -> None:
         """Until the server is gone."""
@@ -62,35 +65,43 @@ class SandboxWorker:
                 os.kill(pid, signal.SIGKILL)
 
     def _take(self) -> bool:
-        """A message of the server; False at its end."""
-        data, fds, _, _ = socket.recv_fds(self._server, 4096, 2)
-        if not data:
+        """What the server has sent; False at its end."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._server, 4096, 64)
+        except ConnectionError:
             return False
-        message = json.loads(data)
-        if "kill" in message:
-            for pid, number in self._children.items():
-                if number == message["kill"]:
-                    os.kill(pid, signal.SIGKILL)
-            return True
-        session, control = (socket.socket(fileno=fd) for fd in fds)
+        *lines, self._line = (self._line + data).split(b"\n")
+        self._sockets += fds
+        for line in lines:
+            match json.loads(line):
+                case {"start": number}:
+                    self._start(number)
+                case {"kill": number}:
+                    for pid in [pid for pid, one in self._children.items() if one == number]:
+                        os.kill(pid, signal.SIGKILL)
+        return bool(data)
+
+    def _start(self, number: int) -> None:
+        session, control = (socket.socket(fileno=self._sockets.pop(0)) for _ in range(2))
         own = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._become(own, session, control)
-        self._children[pid] = message["start"]
+        self._children[pid] = number
         session.close()
         control.close()
-        return True
 
     def _become(self, worker: int, session: socket.socket, control: socket.socket) -> None:
         """In the child: run one program, and nothing after it."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != worker:  # it was gone before
                 os._exit(1)
             self._server.close()
+            for other in self._sockets:
+                os.close(other)
             self._run(session, control)
         except BaseException as error:
             with suppress(OSError):
@@ -105,7 +116,13 @@ class SandboxWorker:
                 return
             number, cpu = self._children.pop(pid), used.ru_utime + used.ru_stime
             message = {"ended": number, "status": os.waitstatus_to_exitcode(status), "cpu": round(cpu, 3)}
-            self._server.send(json.dumps(message).encode())
+            self._server.sendall(json.dumps(message).encode() + b"\n")
+
+
+def prctl(option: int, value: int) -> None:
+    """A setting of this process that Linux has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def received(control: socket.socket) -> dict[str, Any]:
@@ -123,7 +140,7 @@ def limit_process(limits: ProgramLimits, grace: int = GRACE) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICE)
-    ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def wasm_runner(path: str) -> Run:
@@ -169,7 +186,7 @@ def main() -> None:
     fd, kind, what = sys.argv[1:]
     server = socket.socket(fileno=int(fd))
     run = wasm_runner(what) if kind == "wasm" else process_runner(json.loads(what))
-    server.send(b'{"ready": true}')
+    server.sendall(b'{"ready": true}\n')
     SandboxWorker(server, run).serve()
 
 

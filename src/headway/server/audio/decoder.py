@@ -10,6 +10,7 @@ import asyncio
 import json
 import mmap
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import ceil
@@ -64,6 +65,10 @@ class AudioDecoder:
 
 @contextmanager
 def _memory_file(name: str) -> Iterator[BinaryIO]:
+    if not hasattr(os, "memfd_create"):  # which only Linux has
+        with tempfile.TemporaryFile(buffering=0) as file:  # deleted as it is made
+            yield file  # type: ignore[misc]
+        return
     with os.fdopen(os.memfd_create(name), "w+b", buffering=0) as file:
         yield file  # type: ignore[misc]
 
