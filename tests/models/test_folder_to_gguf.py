@@ -101,6 +101,28 @@ def test_every_tensor_of_a_quantized_file_is_near_the_folders(to: str, tmp_path:
         assert_close(logits, reference_logits(model, tokens))
 
 
+@pytest.mark.parametrize(
+    ("name", "kept", "quantized"),
+    [
+        ("lfm2", {"shortconv.conv"}, {"shortconv.in_proj", "shortconv.out_proj", "ffn_up"}),
+        ("mamba2", {"ssm_conv1d"}, {"ssm_in", "ssm_out"}),
+        ("qwen3.5", {"ssm_conv1d", "ssm_alpha", "ssm_beta"}, {"attn_qkv", "attn_gate", "ssm_out"}),
+    ],
+)
+def test_matrices_of_recurrent_layers_are_quantized(
+    name: str, kept: set[str], quantized: set[str], tmp_path: Path
+) -> None:
+    sizes = {"linear_value_head_dim": 16, "linear_key_head_dim": 16} if name == "qwen3.5" else {}
+    model, tokens = recurrent_model(name, **sizes), random_tokens(97, 24)
+    quantize_model(save_hf(tmp_path, model), "Q8_0", tmp_path / "out.gguf")
+    tensors = gguf.GGUFReader(tmp_path / "out.gguf").tensors
+    kinds = {t.name.removeprefix("blk.0.").removesuffix(".weight"): t.tensor_type.name for t in tensors}
+    assert {kinds[each] for each in kept} == {"F32"}
+    assert {kinds[each] for each in quantized} == {"Q8_0"}
+    with hw.Engine(tmp_path / "out.gguf", pages=8, threads=1) as engine:
+        assert np.corrcoef(all_logits(engine, tokens).ravel(), reference_logits(model, tokens).ravel())[0, 1] > 0.99
+
+
 def byte_level(folder: Path, pre: str) -> Tokenizer:
     """A small tokenizer in the folder, pre-tokenized as `pre` says, with a chat template."""
     how = PRE_TOKENIZERS[pre]

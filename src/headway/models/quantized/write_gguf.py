@@ -43,7 +43,9 @@ MIXES = {
 GGUF = (*ENCODABLE, *MIXES)
 # What rows that are not whole blocks of 256 become.
 NARROW = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-_KEPT = ("ffn_gate_inp", "position_embd", "conv", "ssm_", "rope_freqs", "sinks")
+# Routers, convolutions, what recurrences decide by, and small tables, as llama.cpp keeps most of them.
+_KEPT = ("ffn_gate_inp", "position_embd", "ssm_conv1d", "shortconv.conv", "ssm_ba", "ssm_alpha", "ssm_beta")
+_KEPT += ("rope_freqs", "sinks", "altup", "laurel", "per_layer_model_proj")
 
 
 @contextmanager
