@@ -18,7 +18,7 @@ from headway.cluster.batch import chunk_size, worker_places
 from headway.cluster.connect import cluster
 from headway.cluster.prompts import owner
 from headway.cluster.replica import key_file
-from headway.cluster.serve import ReplicaOptions
+from headway.cluster.serve import ReplicaOptions, settled
 from headway.server.keys import ApiKeys, add_key
 
 
@@ -141,6 +141,23 @@ def test_a_worker_that_fits_on_no_node_is_refused_and_not_waited_for(engine: dic
 def test_chunks_fill_an_engine_and_are_not_too_many(rows: int, concurrency: int, workers: int, size: int):
     assert chunk_size(rows, concurrency, workers) == size
     assert -(-rows // size) <= 20_000
+
+
+def test_replicas_have_a_gpu_each_where_nobody_chose_a_device():
+    from headway.cli.serve.command import _resources
+
+    gpus = {device: _resources(EngineOptions(device=device))["gpus"] for device in ("auto", "cuda", "cpu")}
+    assert gpus == {"auto": None, "cuda": 1.0, "cpu": 0.0}
+    for given, has, gpus in ((None, {"GPU": 2.0}, 1.0), (None, {"CPU": 2.0}, 0.0), (0.0, {"GPU": 2.0}, 0.0)):
+        assert settled(ReplicaOptions(2, gpus=given), has).gpus == gpus
+
+
+@pytest.mark.slow
+def test_a_machine_with_too_few_gpus_is_refused_and_not_waited_for(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--replicas", "2", "--device", "cuda", "--port", "0"])
+    assert ended.value.code == 2
+    assert "this machine has only 0 of 2 GPUs; use fewer replicas, or --device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("threads", "cpus"), [(None, 1), (4, 2), (1, 1)])

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class ReplicaOptions:
     target_requests: int = 16  # under way on a replica, that scaling aims for
     scale_down_after: float = 600.0  # seconds with too little to do, after which a replica is stopped
     cpus: float = 1.0
-    gpus: float = 0.0
+    gpus: float | None = 0.0  # of one device; None: one if the cluster has any
     devices: int = 1  # of one replica: its tensor-parallel ranks, on one node
     app: str = "headway"
     rule: str = "warm"
@@ -80,9 +80,14 @@ def serve_replicas(
     need_ray()
     logs.set_up(as_json=settings.log_json)
     # What Ray puts before a replica's lines is not JSON.
-    with cluster(ray_address, cpus=_cpus_here(options), quiet=settings.log_json):
+    with cluster(ray_address, cpus=_cpus_here(options), quiet=settings.log_json) as ray:
         from ray import serve
 
+        options = settled(options, ray.cluster_resources())
+        if ray_address is None and (lacking := _lacking(options)):  # it does not grow
+            raise InvalidInput(
+                f"this machine has only {lacking['cluster_has_only']}; use fewer replicas, or --device cpu"
+            )
         if _serves() and options.app in serve.status().applications:
             raise InvalidInput(
                 f"the cluster already serves an application {options.app!r}; give --update to replace its replicas, or "
@@ -100,9 +105,10 @@ def serve_replicas(
 def update_replicas(plan: ReplicaPlan, options: ReplicaOptions, *, ray_address: str) -> None:
     """Replace the replicas of a running application, a few at a time; returns when the new ones serve."""
     _check_alone(plan.settings)
-    with cluster(ray_address):
+    with cluster(ray_address) as ray:
         from ray import serve
 
+        options = settled(options, ray.cluster_resources())
         if not _serves() or options.app not in serve.status().applications:
             raise InvalidInput(
                 f"the cluster at {ray_address} serves no application {options.app!r}; start it without --update"
@@ -168,9 +174,14 @@ def handle_of(options: ReplicaOptions) -> Any:
     return serve.get_deployment_handle(DEPLOYMENT, options.app)
 
 
+def settled(options: ReplicaOptions, has: Mapping[str, float]) -> ReplicaOptions:
+    """The options with a number of GPUs: where nobody has chosen a device, a GPU for each if the cluster has any."""
+    return replace(options, gpus=float(has.get("GPU", 0) > 0)) if options.gpus is None else options
+
+
 def _resources(options: ReplicaOptions) -> dict[str, Any]:
     """What a replica takes of its node; several devices are a placement group, whose one bundle is on one node."""
-    cpus, gpus = options.cpus * options.devices, options.gpus * options.devices
+    cpus, gpus = options.cpus * options.devices, (options.gpus or 0.0) * options.devices
     taken: dict[str, Any] = {"ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus}}
     if options.devices > 1:
         taken["placement_group_bundles"] = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {})]
@@ -223,7 +234,7 @@ def _cpus_here(options: ReplicaOptions) -> int | None:
 def _needed(options: ReplicaOptions) -> dict[str, float]:
     """What the replicas that are started at once ask of the cluster."""
     each = options.replicas * options.devices
-    return {"CPU": each * options.cpus, "GPU": each * options.gpus}
+    return {"CPU": each * options.cpus, "GPU": each * (options.gpus or 0.0)}
 
 
 def _lacking(options: ReplicaOptions) -> dict[str, str]:

@@ -273,7 +273,8 @@ def _resources(options: EngineOptions) -> dict[str, Any]:
     if options.device.startswith("cuda"):
         return {"cpus": 1.0, "gpus": 1.0, "devices": options.tensor_parallel}
     ranks = options.tensor_parallel  # which share the engine's threads
-    return {"cpus": float(max(1, (options.threads or 1) // ranks)), "gpus": 0.0, "devices": ranks}
+    gpus = None if options.device == "auto" else 0.0
+    return {"cpus": float(max(1, (options.threads or 1) // ranks)), "gpus": gpus, "devices": ranks}
 
 
 def _pools(models: dict[str, str | None], device: str) -> PoolingModels:
