@@ -254,6 +254,25 @@ def test_a_folder_in_the_place_of_the_file_is_refused(engine: hw.Engine, path: P
     assert is_idle(engine)
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_the_file_is_refused_and_not_waited_for(engine: hw.Engine, path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(hw.SnapshotError, match="not a file"):
+        engine.open("kept")
+    with pytest.raises(hw.SnapshotError, match="not a file"):
+        engine.take("kept")
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["after its end", "from its header on"])
+def test_a_file_of_terabytes_is_refused_and_not_read(engine: hw.Engine, path: Path, whole: bool) -> None:
+    if not whole:
+        path.write_bytes((1 << 40).to_bytes(8, "little"))
+    os.truncate(path, 1 << 42)  # it takes no place on the disk
+    refused(engine, path)
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused_for_durable_snapshots_only(
     engine: hw.Engine, tmp_path: Path
 ) -> None:

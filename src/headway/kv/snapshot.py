@@ -6,9 +6,11 @@ Whatever is wrong with a file, or keeps one from being written, is a `SnapshotEr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from headway.base.text import shorten
 FORMAT = "headway-snapshot-2"
 ADAPTED = "headway-snapshot-3"  # with slots that were computed under adapters
 AGAIN = "delete it and save it again"
+HEADER = 100 << 20  # bytes, the limit of the format
 BLANK = b"0" * 64
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')  # inside other strings the quotes would be escaped
 
@@ -148,15 +151,35 @@ def write(path: Path | RemoteFile, snapshot: Snapshot) -> None:
 def read(path: Path | RemoteFile) -> Snapshot | None:
     """The snapshot in a file, or None if there is no file; anything that does not hold together is refused."""
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if isinstance(path, RemoteFile) else _contents(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise SnapshotError(f"the snapshot {path.name} cannot be read: {error.strerror or error}") from error
+    except MemoryError:
+        raise SnapshotError(f"the snapshot {path.name} does not fit in this machine's memory") from None
     try:
         return _parse(*_unpacked(data))
     except Exception as error:  # a file may hold anything
         raise SnapshotError(f"the snapshot {path.name} cannot be read: {shorten(str(error), 200)}; {AGAIN}") from error
+
+
+def _contents(path: Path) -> bytes:
+    """What a file holds. One that is longer or shorter than its header says is damaged and not read any further."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it may be a pipe that nobody writes to
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
+        start = file.read(8)
+        header = file.read(min(int.from_bytes(start, "little"), HEADER))
+        try:
+            last = max(part["data_offsets"][1] for name, part in json.loads(header).items() if name != "__metadata__")
+        except Exception:  # it may be anything
+            return start + header
+        if len(start) + len(header) + last != status.st_size:
+            return start + header
+        file.seek(0)
+        return file.read()
 
 
 def remove(path: Path | RemoteFile) -> bool:
