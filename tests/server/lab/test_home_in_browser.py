@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_lab_looks import RULES
 
+from headway.server.models import ModelSources
 from support.live import Live
+from support.many_models import Loader, many, model_folders
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=alert(1)><b>bold</b>"
@@ -95,7 +99,34 @@ def test_a_server_with_keys_is_asked_for_one(visit: Callable[..., Any], lab_serv
     page.reload()
     page.wait_for_selector("#key-form:not([hidden])")
     keys.clear()
+    assert page.locator("#links a").all_text_contents() == ["Lab", "Health"]  # the others would answer 401
     page.fill("#key", "hw-1")
     page.keyboard.press("Enter")
     page.wait_for_selector("#state:has-text('ready')")
     assert keys == ["Bearer hw-1"]
+    with page.context.expect_page() as opened:
+        page.click("#links a:has-text('Models')")
+    opened.value.wait_for_url(re.compile("^blob:"))
+    assert keys == ["Bearer hw-1"] * 2
+    assert '"smollm2"' in opened.value.text_content("body")
+
+
+def test_one_of_several_models_is_chosen_and_loads(visit: Callable[..., Any], tmp_path: Path) -> None:
+    loader = Loader()
+    folders = model_folders(tmp_path, "ada", "bob")
+    sources = tuple(loader.source(path, is_kept=name == "ada") for name, path in folders.items())
+    with many(ModelSources(sources), loader) as served:
+        page = visit(served.url, "/").page
+        page.wait_for_selector("#state:has-text('ready')")
+        assert page.text_content("#model") == "ada"
+        page.select_option("#models", "bob")
+        page.wait_for_selector("#state:has-text('loads with the first message')")
+        page.fill("#tokens", "4")
+        page.fill("#text", "hi")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#state:has-text('ready')")
+        page.wait_for_selector("#send:enabled")
+        assert page.text_content("#model") == "bob"
+        assert page.locator(".error").count() == 0
+        assert loader.opened == ["ada", "bob"]
+        assert page.evaluate(RULES) == []

@@ -269,6 +269,7 @@ class ModelCard(ResponseSchema):
     size: int | None  # bytes of its own weights: in memory, or on disk before they are loaded
     progress: float | None  # of loading, from 0 to 1
     meta: ModelMeta | None
+    role: Literal["generate", "embed", "rerank", "classify", "audio"]
 
 
 class ModelList(ResponseSchema):

@@ -6,6 +6,9 @@ const messages = []; // of the chat, as the API has them
 let key = sessionStorage.getItem("headway-key") ?? "";
 let running = null; // the AbortController of the answer under way
 let chats = 0; // how many were begun: an answer that was under way belongs to none
+let cards = []; // the models that a chat may be with, as /v1/models has them
+const POLL_MS = 1000; // between looks at a model that loads
+const OPEN = ["lab", "health"]; // links that need no key: the Lab asks for it itself
 
 /** An element with text: el("span", "text", {class: "x"}). */
 function el(tag, text = "", attributes = {}) {
@@ -34,15 +37,53 @@ async function begin() {
   try {
     const { links } = await (await ask("./")).json();
     const names = { lab: "Lab", docs: "Docs", metrics: "Metrics", models: "Models", health: "Health", api: "openapi.json" };
-    at("links").replaceChildren(...Object.keys(names).filter((name) => links[name]).map((name) => el("a", names[name], { href: links[name] })));
-    const [model] = (await (await ask("v1/models")).json()).data;
-    at("model").textContent = model.id;
-    document.title = `${model.id} · Headway`;
-    at("state").textContent = model.max_model_len ? `ready · context of ${model.max_model_len.toLocaleString("en")} tokens` : "ready";
+    const show = (kept) => at("links").replaceChildren(...Object.keys(names).filter((name) => links[name] && kept(name)).map((name) => el("a", names[name], { href: links[name], ...(OPEN.includes(name) ? {} : { "data-key": "" }) })));
+    show((name) => OPEN.includes(name)); // the others once it is known that they answer
+    await readModels();
+    show(() => true);
   } catch (error) {
     at("state").textContent = error.message;
   }
 }
+
+// -- the models --------------------------------------------------------------------------------------------------------
+
+async function readModels() {
+  cards = (await (await ask("v1/models")).json()).data.filter((card) => card.role === "generate");
+  const before = at("models").value;
+  at("models").replaceChildren(...cards.map((card) => el("option", card.id, { value: card.id })));
+  if (cards.some((card) => card.id === before)) at("models").value = before;
+  at("choice").hidden = cards.length < 2;
+  showModel();
+}
+
+/** What the chosen model is, and whether it is loaded: one that is not loads with the first message. */
+function showModel() {
+  const card = cards.find((one) => one.id === at("models").value);
+  at("model").textContent = card?.id ?? "Headway";
+  document.title = card ? `${card.id} · Headway` : "Headway";
+  const state = { absent: "loads with the first message", draining: "unloading" }[card?.state] ?? card?.state ?? "there is no model";
+  const done = card?.progress == null ? "" : ` ${Math.round(100 * card.progress)} %`;
+  const length = card?.max_model_len ? ` · context of ${card.max_model_len.toLocaleString("en")} tokens` : "";
+  at("state").textContent = `${state}${done}${length}`;
+}
+
+at("models").addEventListener("change", showModel);
+
+/** Open a link that needs the key, which a browser does not send by itself. */
+at("links").addEventListener("click", async (event) => {
+  const link = event.target.closest("a[data-key]");
+  if (!link || !key) return;
+  event.preventDefault();
+  const tab = window.open("", "_blank"); // at once: later it would be a pop-up
+  try {
+    const page = URL.createObjectURL(await (await ask(link.href)).blob());
+    (tab ?? window).location.assign(page);
+  } catch (error) {
+    tab?.close();
+    at("state").textContent = error.message;
+  }
+});
 
 // -- one answer --------------------------------------------------------------------------------------------------------
 
@@ -65,6 +106,8 @@ async function send() {
   at("stop").disabled = false;
   at("send").disabled = true;
   const chat = chats;
+  const ready = cards.find((card) => card.id === at("models").value)?.state === "ready";
+  const look = ready ? 0 : setInterval(() => readModels().catch(() => {}), POLL_MS);
   let answer = "";
   try {
     answer = await stream(item);
@@ -76,6 +119,8 @@ async function send() {
     if (answer) messages.push({ role: "assistant", content: answer });
     else messages.pop(); // a question without an answer is not part of the chat
   }
+  clearInterval(look);
+  if (!ready) readModels().catch(() => {});
   running = null;
   item.removeAttribute("aria-busy");
   at("stop").disabled = true;
@@ -84,6 +129,7 @@ async function send() {
 
 async function stream(item) {
   const body = { messages, stream: true, logprobs: true, top_logprobs: TOP };
+  if (cards.length > 1) body.model = at("models").value;
   body.temperature = Number(at("temperature").value);
   body.max_tokens = Number(at("tokens").value);
   const response = await ask("v1/chat/completions", body, running.signal);
