@@ -90,11 +90,8 @@ def _pooling_card(serving: Serving, pool: PoolingModel) -> dict[str, Any]:
         "state": "ready",
         "size": pool.size,
         "progress": None,
-<<<<<<< HEAD
         "meta": None,
-=======
         "role": pool.role,
->>>>>>> 1184053 (home page: a choice of models, and links that work with a key)
     }
 
 
@@ -110,8 +107,8 @@ def _model_card(model: ServedModel, name: str) -> dict[str, Any]:
         "state": model.shown_state,
         "size": model.weight_bytes,
         "progress": None if model.progress is None else model.progress[0] / max(1, model.progress[1]),
-<<<<<<< HEAD
         "meta": None if model.engine is None else _meta(model.engine),
+        "role": "generate",
     }
 
 
@@ -122,9 +119,6 @@ def _meta(engine: Engine) -> dict[str, int]:
         "n_embd": engine.config.hidden_size,
         "n_params": engine.info.parameters,
         "size": engine.info.weight_bytes,
-=======
-        "role": "generate",
->>>>>>> 1184053 (home page: a choice of models, and links that work with a key)
     }
 
 
