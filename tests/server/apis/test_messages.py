@@ -23,6 +23,7 @@ TOOL: dict[str, Any] = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 THOUGHT = "<think>\nhm, rain\n</think>\n\n"
+TEXT = {"type": "text", "text": "x"}
 USER = [{"role": "user", "content": "Oslo?"}]
 FIELDS: dict[str, Any] = {"model": "speaker", "max_tokens": 200, "extra_body": {"temperature": 0}}
 
@@ -124,6 +125,17 @@ def test_a_stream_that_is_cut_leaves_nothing(client, scene):
         ({"messages": []}, "messages is empty"),
         ({"max_tokens": 1 << 20}, "max_tokens is 1048576"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "source": {"a": 1}}]}]},
+            "of a block text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "thinking": "y"}]}]},
+            r"\.thinking is not",
+        ),
+        ({"system": [TEXT | {"data": "y"}]}, r"system\[0\]\.data is not a field"),
+        ({"tool_choice": {"type": "auto", "name": "weather"}}, "a name is for type tool"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "budget_tokens is 5 and max_tokens is 5"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"stop_sequences": [""]}, r"stop_sequences\[0\] is empty"),
         ({"container": "c"}, "'container' is unknown or not supported"),

@@ -257,6 +257,9 @@ def test_streams_that_are_cut_leave_nothing(client, scene):
     scene.server.until(lambda: scene.engine.stats().queued == 0 and scene.engine.stats().pages_held == before)
 
 
+TEXT = {"type": "input_text", "text": "x"}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -266,6 +269,18 @@ def test_streams_that_are_cut_leave_nothing(client, scene):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "pass the item itself"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "encrypted_content"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "a JSON object"),
+        (
+            {"input": [{"role": "user", "content": "x", "arguments": "{}"}]},
+            r"arguments is not a field of an item message",
+        ),
+        (
+            {"input": [PARTS | {"content": [{"type": "input_text", "text": "x", "image_url": "y"}]}]},
+            "of a part input_text",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "output": "x"}]},
+            "output is not a field of an item reasoning",
+        ),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "prompt": {"id": "p"}}, "'prompt' is unknown or not supported"),
         ({"input": "x", "truncation": "auto"}, "'truncation'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headway.base.json_text import write
@@ -28,6 +28,13 @@ from headway.server.errors import ApiError, bad_request
 FIELDS = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """Names of fields of a chat, as errors about a request here have them."""
 SHARED = tuple(SamplingFields.model_fields)
+BLOCK_FIELDS: Mapping[str, Collection[str]] = {
+    "text": ("text", "citations"),
+    "thinking": ("thinking", "signature"),
+    "tool_use": ("id", "name", "input", "caller"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+EVERY_BLOCK = ("type", "cache_control")
 
 
 def chat_request(body: CountRequest, engine: Engine) -> ChatRequest:
@@ -41,6 +48,7 @@ def chat_request(body: CountRequest, engine: Engine) -> ChatRequest:
             schema = JsonSchema(name="output", schema=config.format.schema_)
             fields["response_format"] = ResponseFormat(type="json_schema", json_schema=schema)
     if isinstance(body, MessagesRequest):
+        _check_budget(body)
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.messages and body.messages[-1].role == "assistant":  # the model continues it
         last = fields["messages"][-1]
@@ -61,6 +69,17 @@ def _thinking(body: CountRequest, engine: Engine) -> dict[str, Any] | None:
     return {"enable_thinking": body.thinking.type == "enabled"} if reads else None
 
 
+def _check_budget(body: MessagesRequest) -> None:
+    """Raise where the reasoning alone may take all tokens of the message."""
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    if budget is not None and budget >= body.max_tokens:
+        raise bad_request(
+            f"thinking.budget_tokens is {budget} and max_tokens is {body.max_tokens}, which counts the reasoning too; "
+            "pass a smaller budget, or more max_tokens",
+            "thinking.budget_tokens",
+        )
+
+
 def _system(body: CountRequest) -> list[ChatMessage]:
     if body.system is None:
         return []
@@ -73,6 +92,11 @@ def _tools(body: CountRequest) -> dict[str, Any]:
     result: dict[str, Any] = {"tools": tools}
     if choice is None:
         return result
+    if choice.name is not None and choice.type != "tool":
+        raise bad_request(
+            f"tool_choice of type {choice.type} has the name {short_repr(choice.name)}; a name is for type tool",
+            "tool_choice.name",
+        )
     if choice.disable_parallel_tool_use:
         result["parallel_tool_calls"] = False
     match choice.type:
@@ -110,6 +134,7 @@ def _assistant(blocks: Sequence[ContentBlock], where: str, calls: set[str]) -> C
     """Text, thinking and calls of the assistant, as one message."""
     texts, thoughts, tool_calls = [], [], []
     for i, block in enumerate(blocks):
+        _check_fields(block, f"{where}[{i}]")
         match block.type:
             case "text":
                 texts.append(_required(block, "text", f"{where}[{i}]"))
@@ -133,6 +158,7 @@ def _user(blocks: Sequence[ContentBlock], where: str, calls: set[str]) -> list[C
     result: list[ChatMessage] = []
     texts: list[str] = []
     for i, block in enumerate(blocks):
+        _check_fields(block, f"{where}[{i}]")
         match block.type:
             case "text":
                 texts.append(_required(block, "text", f"{where}[{i}]"))
@@ -161,9 +187,20 @@ def _tool_result(block: ContentBlock, where: str, calls: set[str]) -> ChatMessag
 
 def _texts(blocks: Sequence[ContentBlock], where: str) -> str:
     for i, block in enumerate(blocks):
+        _check_fields(block, f"{where}[{i}]")
         if block.type != "text":
             raise _refused(block, f"{where}[{i}]", "text")
     return "".join(_required(block, "text", f"{where}[{i}]") for i, block in enumerate(blocks))
+
+
+def _check_fields(block: ContentBlock, where: str) -> None:
+    """Raise for a field that is another block's: nothing would read it."""
+    known = BLOCK_FIELDS.get(block.type)
+    for name in () if known is None else type(block).model_fields:
+        if name not in known and name not in EVERY_BLOCK and getattr(block, name):  # pyright: ignore
+            raise bad_request(
+                f"{where}.{name} is not a field of a block {block.type}; remove it", f"{where}.{name}", "unknown_field"
+            )
 
 
 def _required(block: ContentBlock, field: str, where: str) -> Any:

@@ -6,7 +6,7 @@ A model's turn is several items here (reasoning, a message, calls) and one messa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from headway.base.json_text import TooManyValues, loads
@@ -173,6 +173,7 @@ def chat_messages(items: Sequence[InputItem], earlier: Sequence[ChatMessage] = (
     answered = {message.tool_call_id for message in earlier if message.tool_call_id is not None}
     turns: list[dict[str, Any]] = []
     for i, item in enumerate(items):
+        _check_fields(item, ITEM_FIELDS[item.type or "message"], f"input[{i}]", f"an item {item.type or 'message'}")
         _add(item, f"input[{i}]", turns, calls, answered)
     for turn in turns:
         if turn["role"] == "assistant" and "tool_calls" not in turn:
@@ -226,6 +227,13 @@ def _add(item: InputItem, where: str, turns: list[dict[str, Any]], calls: set[st
             raise bad_request(
                 f"{where} is an item_reference; pass the item itself, or previous_response_id", where, "unsupported"
             )
+
+
+def _check_fields(given: InputItem | ItemPart, known: Collection[str], where: str, what: str) -> None:
+    """Raise for a field that is another type's: nothing would read it."""
+    for name in type(given).model_fields:
+        if name not in known and name not in EVERY_ITEM and getattr(given, name):
+            raise bad_request(f"{where}.{name} is not a field of {what}; remove it", f"{where}.{name}", "unknown_field")
 
 
 def _add_message(item: InputItem, where: str, turns: list[dict[str, Any]]) -> None:
@@ -348,6 +356,7 @@ def _text(content: str | Sequence[ItemPart] | None, kind: str, where: str) -> st
                 f"{where}[{i}].type",
                 "unsupported",
             )
+        _check_fields(part, PART_FIELDS[part.type], f"{where}[{i}]", f"a part {part.type}")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise _missing(f"{where}[{i}].{'refusal' if part.type == 'refusal' else 'text'}", f"a part {part.type}")
@@ -386,6 +395,27 @@ def item_page(items: Sequence[Mapping[str, Any]], limit: int, order: ItemOrder, 
     return {"object": "list", "data": page, **ends, "has_more": start + limit < len(ordered)}
 
 
+EVERY_ITEM = ("type", "id", "status")
+ITEM_FIELDS: Mapping[str, Collection[str]] = {  # besides those
+    "message": ("role", "content", "phase"),
+    "function_call": ("call_id", "name", "arguments", "parsed_arguments"),
+    "function_call_output": ("call_id", "output", "name"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "mcp_list_tools": ("server_label", "tools", "error"),
+    "mcp_call": ("server_label", "name", "arguments", "output", "error", "approval_request_id"),
+    "mcp_approval_request": ("server_label", "name", "arguments"),
+    "mcp_approval_response": ("approval_request_id", "approve", "reason"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+    "item_reference": (),
+}
+PART_FIELDS: Mapping[str, Collection[str]] = {
+    "input_text": ("text",),
+    "output_text": ("text", "annotations", "logprobs", "parsed"),
+    "refusal": ("refusal",),
+    "reasoning_text": ("text",),
+    "summary_text": ("text",),
+}
 PREFIXES = {
     "message": "msg",
     "function_call": "fc",
