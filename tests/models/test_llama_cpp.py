@@ -23,6 +23,7 @@ from support.gguf_files import write_gguf
 from support.gguf_recurrent import recurrent_model, write_recurrent
 from support.hf import build_hf, random_hf, save_hf
 from support.hf_families import family_model
+from support.quantized_files import mxfp4
 
 PYTHON = os.environ.get("HEADWAY_TEST_LLAMA_PYTHON") or None
 SCRIPT = Path(__file__).parents[1] / "support" / "llama_logits.py"
@@ -149,6 +150,15 @@ def test_files_that_are_made_of_folders(name: str, tmp_path: Path) -> None:
     quantize_model(save_hf(tmp_path, model), "F32", path, vocabulary={"tokenizer.ggml.model": "no_vocab"})
     with hw.Engine(path, pages=8, threads=2) as engine:
         assert_near(all_logits(engine, tokens), llama_logits(path, tokens), near(name))
+
+
+def test_experts_that_stay_in_mxfp4(tmp_path: Path) -> None:
+    _, model = family_model("gpt-oss", seed=3, hidden_size=64, intermediate_size=64, **DIFFERENT["gpt-oss"])
+    mxfp4(tmp_path / "folder", model)
+    path, tokens = tmp_path / "out.gguf", random_tokens(97, 40)
+    quantize_model(tmp_path / "folder", "Q8_0", path, vocabulary={"tokenizer.ggml.model": "no_vocab"})
+    with hw.Engine(path, pages=8, threads=2, dtype="float32") as engine:
+        assert_near(all_logits(engine, tokens), llama_logits(path, tokens), 0.08)
 
 
 @pytest.mark.parametrize("to", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0", "Q8_0"])

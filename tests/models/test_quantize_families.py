@@ -16,7 +16,7 @@ from headway.models.quantized.write import FOLDER, quantize_model
 from support.checks import all_logits, assert_close, random_tokens, reference_logits
 from support.hf import random_hf, save_hf
 from support.hf_families import family_model
-from support.quantized_files import mxfp4
+from support.quantized_files import mxfp4, with_weights
 
 # Families whose output is the embedding, or has another name in the files, first: transformers has a matrix for it.
 QUICK = (("gemma", "int4"), ("gpt-neox", "fp8"), ("qwen3.5", "int8"))
@@ -104,5 +104,20 @@ def test_experts_in_mxfp4_do_not_become_floats(tmp_path: Path) -> None:
     mxfp4(tmp_path / "folder", model)
     with pytest.raises(hw.Unsupported, match=r"is stored as MXFP4, and a folder in int8 would hold it as floats.*GGUF"):
         quantize_model(tmp_path / "folder", "int8", tmp_path / "out")
-    result = quantize_model(tmp_path / "folder", "Q8_0", tmp_path / "out.gguf")
-    assert result.requantized
+
+
+def test_experts_in_mxfp4_stay_so_in_a_gguf_file_unless_it_has_floats(tmp_path: Path) -> None:
+    _, model = family_model("gpt-oss", seed=3, hidden_size=64, intermediate_size=64)
+    floats, tokens = mxfp4(tmp_path / "folder", model), random_tokens(97, 20)
+    quantize_model(tmp_path / "folder", "F32", tmp_path / "f32.gguf")
+    quantize_model(tmp_path / "folder", "Q8_0", tmp_path / "q8.gguf")
+    quantize_model(tmp_path / "q8.gguf", "Q4_K_M", tmp_path / "q4.gguf")
+    for file in ("q8.gguf", "q4.gguf"):
+        with open_weights(tmp_path / "f32.gguf") as exact, open_weights(tmp_path / file) as made:
+            experts = [name for name in exact.names() if name.endswith("_exps.weight")]
+            assert len(experts) == 3 * 2
+            for name in experts:
+                assert (exact.stored(name), made.stored(name)) == ("F32", "MXFP4")
+                assert np.array_equal(made.array(name), exact.array(name)), name
+    with hw.Engine(tmp_path / "f32.gguf", pages=8, threads=1, dtype="float32") as engine:
+        assert_close(all_logits(engine, tokens), reference_logits(with_weights(model, floats), tokens))

@@ -18,9 +18,10 @@ from headway.models.config import ModelConfig, from_gguf
 from headway.models.description import GatedDelta
 from headway.models.families import by_gguf, by_name
 from headway.models.families.family import Cut, Family, FirstOf, Part
+from headway.models.files.mxfp4_folder import Mxfp4Folder
 from headway.models.files.weights import Weights
 from headway.models.quantized.gguf_keys import MetaItem, keys_of, unread_keys
-from headway.models.weights.load import folder_array
+from headway.models.weights.load import folder_array, folder_fp4
 from headway.models.weights.roles import FREQUENCIES, GGUF_NAMES, GGUF_PARTS, Roles
 from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import has_experts, layer_shapes, model_shapes
@@ -58,8 +59,23 @@ class FolderAsGguf:
         return part.shape(self._config) if isinstance(part, Cut) else shape
 
     def stored(self, name: str) -> str:
-        """What a tensor is before it is quantized."""
-        return "F32"
+        """What a tensor is before it is quantized: MXFP4 stays so."""
+        return "MXFP4" if self._in_fp4(name) else "F32"
+
+    def fp4_blocks(self, name: str) -> np.ndarray:
+        """The bytes of a tensor in MXFP4: for 32 numbers a scale, and the first half in the low bits of the second."""
+        (role, at, _, _), *_ = self._parts[name]
+        parts = folder_fp4(self._roles, role, at)
+        assert parts is not None
+        quants = parts.quants.reshape(-1, 2, 16)
+        return np.concatenate([parts.scale.reshape(-1, 1), quants[:, 0] | quants[:, 1] << 4], 1)
+
+    def _in_fp4(self, name: str) -> bool:
+        if name == FREQUENCIES or not isinstance(self._weights, Mxfp4Folder):
+            return False
+        (role, at, _, _), *_ = self._parts[name]
+        part = self._roles.part(role)
+        return isinstance(part, Cut) and self._weights.is_quantized(at + part.name)
 
     def array(self, name: str) -> np.ndarray:
         """The tensor in float32."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headway.base.errors import InvalidInput
+from headway.models.files.blocks import FLOATS
 from headway.models.files.encode import ENCODABLE, encode
 from headway.models.files.gguf import DEFAULT_ALIGNMENT, KINDS, TYPE_NUMBERS
 from headway.models.files.weights import GgufWeights
@@ -107,12 +108,19 @@ def _gguf_kind(weights: GgufWeights | FolderAsGguf, name: str, to: str) -> str:
         kind = "Q6_K" if name == "output.weight" or (outer and tied) else _mixed(to, name, _layers(weights))
     else:
         kind = "Q8_0" if outer and to.startswith(("Q4", "Q5")) else to
+    if stored == "MXFP4" and kind not in FLOATS and _bits(kind) >= _bits(stored):
+        return stored  # more bits would not say more
     width: int = shape[len(shape) - 1]
     if width % KINDS[kind].block:
         kind = NARROW.get(kind, kind)
     if width % KINDS[kind].block:
         return stored if stored in ENCODABLE else "F16"
     return kind
+
+
+def _bits(kind: str) -> float:
+    """Bits that a number takes."""
+    return 8 * KINDS[kind].nbytes / KINDS[kind].block
 
 
 def _layers(weights: GgufWeights | FolderAsGguf) -> int:
@@ -148,6 +156,9 @@ def _mixed(to: str, name: str, layers: int) -> str:
 def _gguf_bytes(weights: GgufWeights | FolderAsGguf, name: str, kind: str) -> Iterator[bytes | memoryview]:
     if kind == weights.stored(name) and isinstance(weights, GgufWeights):
         yield weights.span(name).bytes().data
+        return
+    if kind == "MXFP4" and isinstance(weights, FolderAsGguf):
+        yield weights.fp4_blocks(name).tobytes()
         return
     values = weights.array(name)
     values = values.reshape(-1, values.shape[-1])

@@ -107,6 +107,14 @@ def folder_array(roles: Roles, role: str, shape: tuple[int, ...], at: str) -> np
     return _QuantizedReader(roles, None, keep=False, quantize=None)._array(role, shape, at, "float32")
 
 
+def folder_fp4(roles: Roles, role: str, at: str) -> QuantizedParts | None:
+    """The matrices of experts as a folder has them in MXFP4, one below the other; None for any other weight."""
+    part, weights = roles.part(role), roles.weights
+    if not isinstance(part, Cut) or not isinstance(weights, Mxfp4Folder) or not weights.is_quantized(at + part.name):
+        return None
+    return _QuantizedReader(roles, None, keep=True, quantize=None)._cut_parts(part, at, None)
+
+
 def folder_vector(roles: Roles, role: str, shapes: Shapes, at: str) -> np.ndarray:
     """The same of a vector, as a decoder has it."""
     return _QuantizedReader(roles, None, keep=False, quantize=None).vector(role, shapes, at)
