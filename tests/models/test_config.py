@@ -192,7 +192,12 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_those_supported(nam
             "low_freq_factor 4.0 must not be above high_freq_factor 1.0",
         ),
         ({"partial_rotary_factor": 1.5}, hw.BadModelFile, "partial_rotary_factor is 1.5"),
-        ({"partial_rotary_factor": 0.2}, hw.BadModelFile, "3 rotated dimensions"),
+        (
+            {"partial_rotary_factor": 0.5},
+            hw.Unsupported,
+            "partial_rotary_factor is 0.5; this family rotates whole heads",
+        ),
+        ({"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.2}, hw.BadModelFile, "3 rotated dimensions"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(changes: dict, error: type[Exception], message: str) -> None:

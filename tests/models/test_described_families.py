@@ -24,7 +24,7 @@ from headway.models.weights.load_tensors import load_model
 from headway.testing import random_model
 from support.checks import all_logits, assert_close, logit_rows, random_tokens, reference_logits
 from support.hf import save_hf
-from support.hf_families import OTHERS, QUICK, family_model
+from support.hf_families import OTHERS, QUICK, YARN, family_model
 from support.models_table import FACTS, HEADER, PATHS, facts, known, passed, written
 
 N = 37  # longer than two pages and every small window
@@ -248,6 +248,7 @@ def test_a_config_that_does_not_fit_is_refused_by_name_before_memory_is_taken(
         ("smollm3", {"hidden_act": "gelu"}),
         ("gemma", {"hidden_act": "silu"}),
         ("gpt-oss", {"attention_bias": False}),
+        ("llama4", {"rope_parameters": {**YARN, "attention_factor": 0.7}}),  # its norms undo the factor
     ],
 )
 def test_values_that_no_published_config_has_mean_what_transformers_takes_them_for(

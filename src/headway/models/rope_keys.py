@@ -24,11 +24,11 @@ GGUF_ROPE_EXTRAS = {
 
 
 def hf_rope(
-    top: Keys, head_dim: int, positions: int, theta: float, *, partial: float = 1.0, layers: str | None = None
+    top: Keys, head_dim: int, positions: int, theta: float, *, partial: float | None = None, layers: str | None = None
 ) -> Rope:
     """The rope of a config.json; `layers` is full_attention or sliding_attention where these have their own.
 
-    `theta` and `partial` are what a config that does not say so means.
+    `theta` and `partial` are what a config that does not say so means; without `partial` heads are rotated whole.
     """
     scaling = top.get("rope_parameters") or top.get("rope_scaling") or {}
     if isinstance(scaling, dict) and layers is not None and LAYER_TYPES & scaling.keys():
@@ -37,16 +37,18 @@ def hf_rope(
         raise BadModelFile(f"config.json: the rope parameters are {scaling!r}; they must be an object")
     keys = Keys(scaling, "config.json, rope parameters")
     theta = keys.float("rope_theta", top.float("rope_theta", theta))
-    partial = keys.float("partial_rotary_factor", top.float("partial_rotary_factor", partial))
-    if not 0 < partial <= 1:
-        raise BadModelFile(f"config.json: partial_rotary_factor is {partial}; it must be above 0 and at most 1")
+    share = keys.float("partial_rotary_factor", top.float("partial_rotary_factor", partial or 1.0))
+    if not 0 < share <= 1:
+        raise BadModelFile(f"config.json: partial_rotary_factor is {share}; it must be above 0 and at most 1")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     original = top.get("original_max_position_embeddings")
     if original is not None:  # the top level wins, as in transformers
         keys.data = {**scaling, "original_max_position_embeddings": original}
     if kind == "proportional":
-        return _proportional(keys, head_dim, partial, theta)
-    return _rope(keys, kind, int(head_dim * partial), theta, positions)
+        return _proportional(keys, head_dim, share, theta)
+    if partial is None and share != 1:
+        raise Unsupported(f"config.json: partial_rotary_factor is {share}; this family rotates whole heads")
+    return _rope(keys, kind, int(head_dim * share), theta, positions)
 
 
 def _proportional(keys: Keys, head_dim: int, partial: float, theta: float) -> Rope:

@@ -75,7 +75,7 @@ class Family:
     inner_by_layer: bool = False  # its config may list a size of the feed-forward for each layer
     gguf_by_layer: bool = False  # its GGUF files may list those, and numbers of key heads
     eps: float | None = None  # when the config is silent
-    partial: float = 1.0  # share of a head that is rotated when the config is silent
+    partial: float | None = None  # share of a head that is rotated when the config is silent; else heads are whole
     tied: bool = False  # when the config is silent
     interleaved_gguf: bool = False  # its GGUF files store q and k rows for rotation of neighboring pairs
     interleaved_hf: bool = False  # and its folders

@@ -36,14 +36,16 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
     temperature = None
     if keys.bool("attn_temperature_tuning", True):
         temperature = Temperature(keys.positive("floor_scale", FLOOR), keys.float("attn_scale", SCALE))
+    rope = replace(config.rope, attention_factor=1.0) if unit else config.rope  # queries and keys are normed after it
     return replace(
         config,
+        rope=rope,
         intermediate_size=keys.size("intermediate_size_mlp", 16384),
         qk_norm=unit,
         windows=_windows(keys, rotated),
         description=Description(
             qk_norm="unit" if unit else "head",
-            ropes=tuple(config.rope if each else Rope(0) for each in rotated),
+            ropes=tuple(rope if each else Rope(0) for each in rotated),
             temperature=temperature,
             activation=keys.activation(),
             experts=experts if len(experts.dense_layers) < config.layers else None,

@@ -25,6 +25,7 @@ FAMILY = Family(
     gguf="phi3",
     window="given",
     eps=1e-5,
+    partial=1.0,
     defaults={"original_max_position_embeddings": 4096},
     describe=describe,
     parts=stacked("self_attn.qkv_proj", ("q", "k", "v")) | stacked("mlp.gate_up_proj", ("gate", "up")),
