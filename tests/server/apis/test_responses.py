@@ -271,16 +271,10 @@ TEXT = {"type": "input_text", "text": "x"}
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "a JSON object"),
         (
             {"input": [{"role": "user", "content": "x", "arguments": "{}"}]},
-            r"arguments is not a field of an item message",
+            "is not a field of an item message",
         ),
-        (
-            {"input": [PARTS | {"content": [{"type": "input_text", "text": "x", "image_url": "y"}]}]},
-            "of a part input_text",
-        ),
-        (
-            {"input": [{"type": "reasoning", "summary": [], "output": "x"}]},
-            "output is not a field of an item reasoning",
-        ),
+        ({"input": [{"role": "user", "content": [TEXT | {"image_url": "y"}]}]}, "image_url is not a field of a part"),
+        ({"input": [{"type": "reasoning", "summary": [], "output": "x"}]}, "is not a field of an item reasoning"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "prompt": {"id": "p"}}, "'prompt' is unknown or not supported"),
         ({"input": "x", "truncation": "auto"}, "'truncation'"),
