@@ -107,7 +107,8 @@ def test_experts_in_mxfp4_do_not_become_floats(tmp_path: Path) -> None:
 
 
 def test_experts_in_mxfp4_stay_so_in_a_gguf_file_unless_it_has_floats(tmp_path: Path) -> None:
-    _, model = family_model("gpt-oss", seed=3, hidden_size=64, intermediate_size=64)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    _, model = family_model("gpt-oss", seed=3, hidden_size=64, intermediate_size=64, rope_parameters=rope)
     floats, tokens = mxfp4(tmp_path / "folder", model), random_tokens(97, 20)
     quantize_model(tmp_path / "folder", "F32", tmp_path / "f32.gguf")
     quantize_model(tmp_path / "folder", "Q8_0", tmp_path / "q8.gguf")

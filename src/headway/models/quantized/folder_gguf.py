@@ -197,6 +197,8 @@ def _as_written(c: ModelConfig, written: ModelConfig) -> ModelConfig:
     how = replace(how, norm="rms" if how.norm == "rms+1" else how.norm)
     if isinstance(how.recurrence, GatedDelta) and written.family in CYCLED:
         how = replace(how, recurrence=replace(how.recurrence, cycled=True))
+    if rope.kind != "yarn":
+        rope = replace(rope, truncate=written.rope.truncate)
     if rope.kind == "llama3":  # said by a tensor
         rope = written.rope
     if how.latent is not None and rope.kind == "yarn" and rope.scale == 1:  # scores are scaled, not the rotation
