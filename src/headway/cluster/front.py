@@ -9,33 +9,31 @@ it again.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import aiohttp
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headway.base.dataclass import dataclass
+from headway.cluster.answers import LOST, Answer
 from headway.cluster.leases import BOOK, HeldLease, Lease, NoPlace, ReplicaLost, ask_all, leased
+from headway.cluster.merged_metrics import merged_metrics
 from headway.cluster.prompts import PromptReader, owner
 from headway.cluster.replica import SECRET
 from headway.cluster.routing import RouteRequest
 from headway.remote.protocol.codec import BadMessage, decode, decode_text
 from headway.remote.protocol.limits import PATH
 from headway.server import logs
-from headway.server.errors import ApiError, error_body, route_path
+from headway.server.errors import ApiError, route_path
 from headway.server.keys import Tenant
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import MIDDLEWARE
@@ -45,14 +43,10 @@ from headway.server.settings import ServerSettings
 from headway.server.telemetry import request_trace
 
 ATTEMPTS = 3  # replicas that a request is sent to
-BUFFERED = 4 << 20  # bytes of a response that is read whole before it is sent on, so that it can be tried elsewhere
-ELSEWHERE = ("draining", "loading", "dead", "failed", "stuck", "closed", "queue_full")  # codes worth another replica
-LOST = "the replica that computed this response was lost; send the request again"
 HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host", "origin",
      "content-length", SECRET.decode(), "x-request-id", "expect"}
 )  # fmt: skip
-OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "x-request-id", "x-content-type-options", "date"})
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
 
@@ -112,7 +106,7 @@ class Front:
         body, route = await request.body(), RouteRequest()
         route = await self._route(route_path(request.scope), body, self.serving.tenant(request))
         self.figures.requests += 1
-        refused: _Answer | None = None
+        refused: Answer | None = None
         for attempt in range(ATTEMPTS):
             self.figures.retries += attempt > 0
             try:
@@ -141,11 +135,11 @@ class Front:
             return RouteRequest(home=tenant.name) if path.startswith(("/v1/files", "/v1/batches")) else RouteRequest()
         return await self.serving.readers.run(lambda: reader.route(path, body, salt=tenant.salt, tenant=tenant.name))
 
-    async def _send(self, request: Request, body: bytes, route: RouteRequest) -> _Answer:
+    async def _send(self, request: Request, body: bytes, route: RouteRequest) -> Answer:
         """The answer of one replica, once its first bytes are here. The lease ends with the answer."""
         held = leased(self._handle(), route)
         lease = await held.__aenter__()
-        answer = _Answer(self, held, lease, request.scope)
+        answer = Answer(held, lease, request.scope, self._count_lost)
         try:
             self._count(route, lease.lease)
             await answer.begin(self._opened(request, body, lease.lease))
@@ -173,6 +167,9 @@ class Front:
         self.figures.held_pages += lease.pages
         if (self._reader is None or self._reader.model != lease.model) and self._reading is None:
             self._reading = asyncio.create_task(self._learn(lease))
+
+    def _count_lost(self) -> None:
+        self.figures.lost += 1
 
     async def _learn(self, lease: Lease) -> None:
         """Read the tokenizer and the template of the model that replicas serve now."""
@@ -278,114 +275,6 @@ def _headers(scope: Scope, lease: Lease) -> list[tuple[str, str]]:
     return [*headers, ("x-request-id", id), (SECRET.decode(), lease.secret)]
 
 
-class _Answer(Response):
-    """The response of a replica: its beginning is read before any of it is sent, so that it can be tried elsewhere."""
-
-    def __init__(self, front: Front, held: Any, lease: HeldLease, scope: Scope) -> None:
-        self._front, self._held, self._lease, self._scope = front, held, lease, scope
-        self._watch = asyncio.create_task(lease.lost())
-        self._request: Any = None
-        self._source: aiohttp.ClientResponse | None = None
-        self._first, self._whole, self._closed = b"", False, False
-        self.background = None
-
-    @property
-    def replica(self) -> str:
-        return self._lease.lease.replica
-
-    async def begin(self, request: Any) -> None:
-        """Wait for the response's first bytes; for all of them where they are few or no stream."""
-        self._request = request
-        self._source = source = await self._or_lost(request.__aenter__())
-        self.status_code = source.status
-        streams = source.headers.get("content-type", "").startswith(("text/event-stream", "application/x-ndjson"))
-        if streams:
-            self._first = await self._or_lost(source.content.readany())
-            return
-        pieces, size = list[bytes](), 0
-        while size < BUFFERED and (piece := await self._or_lost(source.content.readany())):
-            pieces.append(piece)
-            size += len(piece)
-        self._first, self._whole = b"".join(pieces), size < BUFFERED
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether another replica may take what this one has refused."""
-        if self.status_code not in (429, 503) or not self._whole:
-            return False
-        try:
-            error = json.loads(self._first).get("error")
-            code = error.get("code") if isinstance(error, dict) else None
-        except (ValueError, AttributeError):
-            return False
-        return code in ELSEWHERE
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert self._source is not None
-        try:
-            headers = [
-                (name.lower().encode("latin-1"), value.encode("latin-1"))
-                for name, value in self._source.headers.items()
-                if name.lower() not in OWN
-            ]
-            await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": not self._whole})
-            if not self._whole:
-                await self._stream(scope, send)
-        finally:
-            await self.close()
-
-    async def _stream(self, scope: Scope, send: Send) -> None:
-        assert self._source is not None
-        try:
-            while piece := await self._or_lost(self._source.content.readany()):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError):
-            self._front.figures.lost += 1
-            scope.setdefault("state", {})["error_event"] = _event_writer(route_path(scope))
-            raise ApiError(503, LOST, code="replica_lost", headers={"Retry-After": "1"}) from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _or_lost(self, work: Any) -> Any:
-        """What is awaited, unless the replica is lost first."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():  # what it sent before may still be on its way
-                await asyncio.wait({task}, timeout=1.0)
-            if not task.done():
-                raise ConnectionError("the replica has ended the lease")
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-
-    async def close(self) -> None:
-        """End the request and its lease."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._source is not None:
-            self._source.close() if not self._whole else self._source.release()
-        self._watch.cancel()
-        await self._held.__aexit__(None, None, None)
-
-
-def _event_writer(path: str) -> Callable[[ApiError], bytes]:
-    """How a stream of this path tells of an error."""
-    if path.startswith("/api/"):
-        return lambda error: error_body(error, path) + b"\n"
-    if path.startswith("/v1/messages"):
-        return lambda error: b"event: error\ndata: " + error_body(error, path) + b"\n\n"
-    if path.startswith("/v1/responses"):
-        return lambda error: (
-            b"event: error\ndata: "
-            + json.dumps({"type": "error", "code": error.code, "message": error.message, "param": None}).encode()
-            + b"\n\n"
-        )
-    return lambda error: b"data: " + error_body(error, path) + b"\n\n"
-
-
 def _resumed(message: Mapping[str, Any]) -> Any:
     """The session that a first message wants to resume."""
     try:
@@ -420,31 +309,6 @@ async def _downstream(socket: WebSocket, other: aiohttp.ClientWebSocketResponse)
         await socket.close(code)
     except (WebSocketDisconnect, RuntimeError):
         return  # the client is gone
-
-
-# -- metrics -----------------------------------------------------------------------------------------------------------
-
-
-def merged_metrics(texts: list[tuple[str, bytes]]) -> bytes:
-    """Metrics of several processes as one text; each sample says which replica it is of."""
-    families: dict[str, Metric] = {}
-    for replica, text in texts:
-        for family in text_string_to_metric_families(text.decode()):
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                labels = {**sample.labels, "replica": replica}
-                merged.add_sample(sample.name, labels, sample.value, sample.timestamp, sample.exemplar)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(list(families.values())))
-    return generate_latest(registry)
-
-
-@dataclass(eq=False)
-class _Families:
-    families: list[Metric]
-
-    def collect(self) -> list[Metric]:
-        return self.families
 
 
 def _no_engine() -> NoReturn:
