@@ -125,6 +125,33 @@ def test_a_prompt_and_its_continuation_make_the_whole(name, data):
     assert tokenizer.decode(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if name != "wordpiece"])
+@pytest.mark.parametrize("skip_special", [True, False])
+@settings(deadline=None, max_examples=examples(150))
+@given(data=st.data())
+def test_a_prompt_that_ends_inside_a_character_is_continued_with_the_whole_character(name, skip_special, data):
+    tokenizer = TOKENIZERS[name]
+    ids = [id for chunk in data.draw(sequences(tokenizer)) for id in chunk]
+    cut = data.draw(st.integers(0, len(ids)))
+    stream, pieces = TextStream(tokenizer, skip_special, after=ids[:cut]), []
+    for id in ids[cut:]:
+        pieces.append(stream.copy().push(id))
+        assert stream.push(id) == pieces[-1]
+    before = tokenizer.decode(ids[:cut], skip_special=skip_special)
+    whole = tokenizer.decode(ids, skip_special=skip_special)
+    added = "".join(pieces) + stream.flush()
+    assert whole in (before + added, before.removesuffix("\ufffd") + added)
+
+
+def test_a_character_that_began_in_the_prompt_comes_whole_or_not_at_all():
+    tokenizer, byte = TOKENIZERS["sentencepiece"], [3 + b for b in range(256)]
+    first, *rest = [byte[b] for b in "🤷".encode()]
+    for ids, parts in ((rest, ["", "", "🤷"]), ([byte[0x41], first], ["A", ""]), (rest[:1], [""])):
+        stream = TextStream(tokenizer, after=[byte[0x41], first])
+        assert [stream.push(id) for id in ids] == parts
+        assert stream.flush() == ("\ufffd" if len(ids) == 2 else "")
+
+
 def test_neighbors_matter_for_wordpiece_so_it_waits():
     stream = TextStream(TOKENIZERS["wordpiece"])
     assert stream.push([1, 2, 3, 4]) == ""
