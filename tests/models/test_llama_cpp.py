@@ -22,7 +22,7 @@ from support.gguf_families import write_family
 from support.gguf_files import write_gguf
 from support.gguf_recurrent import recurrent_model, write_recurrent
 from support.hf import build_hf, random_hf, save_hf
-from support.hf_families import family_model
+from support.hf_families import CASES, family_model
 from support.quantized_files import mxfp4
 
 PYTHON = os.environ.get("HEADWAY_TEST_LLAMA_PYTHON") or None
@@ -39,7 +39,18 @@ FAMILIES = (
     *("gemma", "gemma2-head-scale", "gemma3-pattern", "phi3", "phi3-partial", "olmo2", "smollm3-every-fourth"),
     *("granite", "granite-moe", "cohere2-pattern", "stablelm", "stablelm-parallel-normed", "gpt2", "gpt-neox"),
     *("gpt-neox-serial", "falcon", "falcon-new", "starcoder2", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe"),
-    *("gpt-oss", "llama4-published", "phi", "olmo3", "gemma3n-published", "gemma4", "gemma4-experts", "gemma4-even"),
+    *(
+        "gpt-oss",
+        "llama4-published",
+        "phi",
+        "glm",
+        "phi3-longrope",
+        "olmo3",
+        "gemma3n-published",
+        "gemma4",
+        "gemma4-experts",
+        "gemma4-even",
+    ),
 )
 # Values as wide as keys, and no biases of state-space layers: llama.cpp has no others.
 WIDTHS = {"linear_value_head_dim": 8}
@@ -53,7 +64,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
 # them, OLMoE with fewer heads of keys, other sizes of Gemma 3n than the published ones (and the deviation that decides
 # which activations stay is of a sample there, which narrow layers show), layers of Gemma 4 that share keys and values
 # with another than the last one but one, and logits without a cap.
+LONG = {"original_max_position_embeddings": 512}  # as many positions as llama.cpp is asked for here: short factors
 DIFFERENT: dict[str, dict[str, Any]] = {
+    "phi3-longrope": {**LONG, "rope_parameters": CASES["Phi3"]["phi3-longrope"]["rope_parameters"] | LONG},
     "gpt-neox-serial": {"attention_bias": True},
     "cohere2-pattern": {"attention_bias": False},
     "falcon-new": {"bias": False},
