@@ -263,6 +263,36 @@ def test_a_flood_is_held_back_and_ends(ann: ProgramServer, what: str) -> None:
     assert re.search("CPU time|max_contexts", ended["error"]), ended
 
 
+HOARDS = """
+async def main(engine, what):
+    ask = engine._connection.ask
+    await engine.session.subscribe("own")
+    if what == "requests that wait":
+        asked = [ask("program.receive") for _ in range(5000)]
+    elif what == "a message":
+        asked = [ask("program.publish", topic="own", value="x" * (65 << 10))]
+    else:
+        asked = [ask("program.publish", topic="own", value="x" * (20 << 10)) for _ in range(12)]
+    reply = await asked[-1][1].next()
+    return [reply["error"]["message"], len(asked)]
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("requests that wait", r"4096 requests of this session wait for their replies"),
+        ("a message", r"66562 bytes of JSON; max_program_output is 65536"),
+        ("messages", r"61446 bytes of messages of this program wait for subscribers"),
+    ],
+)
+def test_what_waits_on_the_server_is_bounded(ann: ProgramServer, what: str, told: str) -> None:
+    ended = ann.run(HOARDS, what=what)
+    assert ended["status"] == "returned", ended
+    assert re.search(told, ended["value"][0]), ended
+
+
 def test_a_flood_that_nobody_reads_keeps_its_latest_part(ann: ProgramServer, served: Live) -> None:
     id = ann.start(FLOOD, what="prints")
     served.until(lambda: ann.ask("GET", f"/v1/programs/{id}").json["status"] != "running")

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headway.sandbox.confinement import confinement
@@ -213,7 +213,7 @@ class Programs:
             raise ApiError(404, "this key has no program with this id", code="program_not_found")
         return run
 
-    def subscribers(self, tenant: Tenant, topic: str) -> Iterable[Messages]:
+    def subscribers(self, tenant: Tenant, topic: str) -> list[Messages]:
         """Where the messages of a topic go within a key."""
         return [run.topics[topic] for run in self.runs(tenant) if topic in run.topics]
 

@@ -21,42 +21,51 @@ WAITING = 256  # messages to a program, or of one topic, that it has not taken
 
 
 class Messages:
-    """Values for a program that it has not taken: at most 256, and a number of bytes of JSON."""
+    """Values for a program that it has not taken: at most 256, and a number of bytes of JSON.
+
+    They are kept as JSON: the objects of many small lists take twenty times the room of their text.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit, self._bytes = limit, 0
-        self._values: deque[tuple[Any, int]] = deque()
+        self._texts: deque[str] = deque()
         self._changed = asyncio.Event()
         self._closed = False
 
     def offer(self, value: Any) -> bool:
         """Add a value if there is room for it."""
-        size = len(json.dumps(value))
-        if not self._closed and self._values and (len(self._values) >= WAITING or self._bytes + size > self._limit):
+        return self._offer(json.dumps(value))
+
+    def _offer(self, text: str) -> bool:
+        if not self._closed and self._texts and (len(self._texts) >= WAITING or self._bytes + len(text) > self._limit):
             return False
-        self._values.append((value, size))
-        self._bytes += size
+        self._texts.append(text)
+        self._bytes += len(text)
         self._notify()
         return True
 
     async def put(self, value: Any) -> None:
         """Add a value once there is room for it."""
-        while not self.offer(value):
+        await self.put_text(json.dumps(value))
+
+    async def put_text(self, text: str) -> None:
+        """The same for a value that is JSON already."""
+        while not self._offer(text):
             await self._changed.wait()
 
     async def get(self) -> Any:
         """The oldest value, once there is one."""
-        while not self._values:
+        while not self._texts:
             await self._changed.wait()
-        value, size = self._values.popleft()
-        self._bytes -= size
+        text = self._texts.popleft()
+        self._bytes -= len(text)
         self._notify()
-        return value
+        return json.loads(text)
 
     def close(self) -> None:
         """Nobody takes any more; whoever waits for room goes on."""
         self._closed = True
-        self._values.clear()
+        self._texts.clear()
         self._notify()
 
     def _notify(self) -> None:
@@ -91,6 +100,7 @@ class Run:
         self._most_bytes, self._most_topics = settings.max_program_output, settings.max_topics
         self.inbox = Messages(self._most_bytes)
         self.topics: dict[str, Messages] = {}
+        self._publishing = 0  # bytes of its messages that wait for subscribers
         self.why: str | None = None  # it is to stop, and why
         self.stopping = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -138,6 +148,24 @@ class Run:
         """Whoever waits to publish goes on."""
         if (messages := self.topics.pop(topic, None)) is not None:
             messages.close()
+
+    async def publish(self, topic: str, value: Any) -> int:
+        """Give a value to the subscribers of a topic once each has room for it; how many there are."""
+        text, most = json.dumps(value), self._most_bytes
+        if len(text) > most:
+            raise InvalidInput(f"the message has {len(text)} bytes of JSON; max_program_output is {most}")
+        if self._publishing + len(text) > most:
+            raise InvalidInput(
+                f"{self._publishing} bytes of messages of this program wait for subscribers, and with {len(text)} more "
+                f"they would exceed max_program_output, which is {most}; await publish before the next"
+            )
+        queues = self.programs.subscribers(self.tenant, topic)
+        self._publishing += len(text)
+        try:
+            await asyncio.gather(*(queue.put_text(text) for queue in queues))
+        finally:
+            self._publishing -= len(text)
+        return len(queues)
 
     async def finish(self, outcome: dict[str, Any], cpu: float) -> None:
         """It has ended: {"returned": value}, {"raised": traceback} or {"stopped": why}."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +71,4 @@ def program_next(session: Session, topic: str) -> Awaitable[Any]:
 
 @verb
 def program_publish(session: Session, topic: str, value: Any) -> Awaitable[int]:
-    run = _run(session)
-    queues = list(run.programs.subscribers(run.tenant, _topic(topic)))
-
-    async def put() -> int:
-        await asyncio.gather(*(queue.put(value) for queue in queues))
-        return len(queues)
-
-    return put()
+    return _run(session).publish(_topic(topic), value)

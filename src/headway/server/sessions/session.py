@@ -47,6 +47,7 @@ LARGE = 64 << 10  # bytes of a message from which on it is read in a thread
 THINGS = {"context", "fork", "other", "generation", "chat", "number", "prepared", "request"}
 NUMBERS = THINGS | {"taken", "upto", "epoch"}  # of steps
 SHOWN_ID = 6  # letters of a session's id that logs and traces have: who knows all of it can resume it
+MOST_REQUESTS = 4096  # that take time, at once
 INBOX = 64  # messages that wait; then the connection is not read
 
 
@@ -166,6 +167,9 @@ class Session:
         quiet = message.get("quiet") is True
         RUNNING.set(args.get("generation", args.get("chat")))
         try:
+            if len(self.requests) >= MOST_REQUESTS and "Awaitable" in verb.__annotations__["return"]:
+                many = f"{len(self.requests)} requests of this session wait for their replies"
+                raise InvalidInput(f"{many}, and no more may; await some of them first")
             if inspect.iscoroutinefunction(verb):
                 self._is_awaiting = True
                 try:
