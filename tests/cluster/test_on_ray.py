@@ -29,7 +29,7 @@ TEXT = "Once there was a lighthouse keeper who counted the ships that passed eve
 
 @pytest.fixture(scope="module")
 def server(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--replicas", "2", "--limit", "drain_timeout=5")
+    flags = ("--replicas", "2", "--limit", "drain_timeout=5", "--snapshots", str(tmp_path_factory.mktemp("snapshots")))
     made = ServerProcess(tmp_path_factory.mktemp("server"), *flags, ray=ray_cluster)
     try:
         made.wait()
@@ -102,6 +102,25 @@ def test_a_session_of_a_program_stays_on_its_replica(server: ServerProcess):
         assert engine.run(program)
     finally:
         engine.close()
+
+
+def test_a_durable_snapshot_opens_on_another_replica(server: ServerProcess):
+    async def save(engine: Any) -> str:
+        async with engine.context() as ctx:
+            ctx.fill(TEXT)
+            await ctx.generate(Argmax(), max_tokens=4).text()
+            ctx.save("kept", durable=True)
+            return await ctx.generate(Argmax(), max_tokens=6).text()
+
+    async def go_on(engine: Any) -> str:
+        async with engine.open("kept") as ctx:
+            return await ctx.generate(Argmax(), max_tokens=6).text()
+
+    with hw.connect(server.url) as first, hw.connect(server.url) as second:
+        assert [one["leases"] for one in server.replicas()] == [1, 1]
+        assert first.run(save) == second.run(go_on)
+        assert second.delete("kept")
+        assert first.open("kept") is None
 
 
 def test_a_session_that_was_cut_comes_back_to_its_replica(server: ServerProcess):
