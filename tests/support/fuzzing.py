@@ -56,6 +56,15 @@ CHOSEN: dict[str, list[Any]] = {  # forms that are hard to come by at random
     "suffix": [None, ""],
 }
 
+PROGRAM = "async def main(engine, **args):\n    return args\n"
+WORDS = {"type": "string", "minLength": 1, "maxLength": 40}
+OPTIONAL: dict[str, dict[str, Any]] = {  # requests of the Lab and of programs
+    "TraceRequest": {"prompt": WORDS, "lens": {"enum": [None, {"k": 2}]}, "scores": {"const": 0}},
+    "BranchesRequest": {"prompt": WORDS, "branches": {"enum": [[[1]], [[1, 2], [1, 3]]]}},
+    "ProgramRequest": {"source": {"const": PROGRAM}, "stream": {"type": "boolean"}, "args": {"enum": [None, {"a": 1}]}},
+    "InstallRequest": {"source": {"const": PROGRAM}},
+}
+
 load_all_checks()
 
 
@@ -198,6 +207,9 @@ def narrowed(document: dict[str, Any], vocab: int, ids: Mapping[str, Sequence[st
         schemas[name]["properties"] = {"role": {"enum": roles}, "content": {"type": "string", "maxLength": 40}}
         schemas[name]["required"] = ["role", "content"]
     _simple_messages(schemas)
+    for name, fields in OPTIONAL.items():
+        if name in schemas:  # of routes that this server has
+            schemas[name] = {"type": "object", "properties": fields, "required": list(fields)}
     return made
 
 

@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 import headway as hw
 from headway.server.app import create_app
@@ -129,11 +129,16 @@ def _stacks() -> str:
 
 @contextmanager
 def live(
-    engine: hw.Engine, pooling_models: PoolingModels | None = None, drafter: hw.Drafter | None = None, **settings: Any
+    engine: hw.Engine,
+    pooling_models: PoolingModels | None = None,
+    drafter: hw.Drafter | None = None,
+    *,
+    routers: Sequence[APIRouter] = (),
+    **settings: Any,
 ) -> Iterator[Live]:
     """Serve an engine, which is closed at the end, and models beside it."""
     how = ServerSettings(**{"model": "smollm2", "port": 0, **settings})
-    models: dict[str, Any] = {"pooling_models": pooling_models}
+    models: dict[str, Any] = {"pooling_models": pooling_models, "routers": routers}
     if drafter is not None:
         models["open_drafter"] = lambda: drafter
     with serving(how, create_app(how, lambda: engine, **models)) as port:

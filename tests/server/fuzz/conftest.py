@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headway.server import lab
 from headway.server.keys import add_key
 from headway.server.pooling import PoolingModels
 from support import encoders, senses
@@ -32,8 +33,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, str]]:
-    """A server with models for embeddings, scores, labels and speech and with adapters to load, and its admin key."""
+def whole(guest: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, str]]:
+    """A server with the Lab, with models for embeddings, scores, labels and speech, with adapters to load and programs
+    to run, and its admin key."""
     root = tmp_path_factory.mktemp("whole")
     parts = {
         "embed": (encoders.model("bert", "base"), encoders.tokenizer("bert")),
@@ -49,5 +51,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, str]
     pooling = PoolingModels({role: str(root / role) for role in parts}, device="cpu")
     limits = LIMITS | {"stored_seconds": 600.0, "lora_dir": root / "loras", "allow_chat_template": True}
     key = add_key(root / "keys.json", "admin", admin=True)
-    with live(engine, pooling, key_file=root / "keys.json", **limits) as server:
+    limits |= {"programs": "sandbox", "program_dir": root / "programs", "max_program_cpu": 1.0, "max_key_cpu": 1e6}
+    with live(engine, pooling, key_file=root / "keys.json", routers=[lab.router], **limits) as server:
         yield server, key

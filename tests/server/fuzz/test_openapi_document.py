@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 
-from support.fuzzing import Fuzzer
+from support.fuzzing import PROGRAM, Fuzzer
 from support.live import Live
 from support.small import at_rest, tokens_of
 
@@ -32,7 +32,8 @@ EVERYWHERE = (  # routes of every part of the server
     *("/v1/conversations", "/v1/files", "/v1/batches", "/infill", "/api/generate", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v1/rerank", "/v1/score", "/classify", "/pooling", "/v1/audio/transcriptions"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/completion", "/apply-template", "/api/embeddings", "/load", "/ping"),
+    *("/completion", "/apply-template", "/api/embeddings", "/ping"),
+    *("/v1/programs", "/v1/programs/{id}/messages", "/lab/api/trace", "/lab/api/branches"),
 )
 
 
@@ -64,7 +65,10 @@ def stored(url: str, session: requests.Session) -> dict[str, list[str]]:
     conversation = post("/v1/conversations", items=[{"type": "message", "role": "user", "content": "hello"}])["id"]
     (item,) = session.get(f"{url}/v1/conversations/{conversation}/items", timeout=60).json()["data"]
     response = post("/v1/responses", input="hello", max_output_tokens=2)["id"]
+    program = post("/v1/programs", source=PROGRAM)["id"]
+    session.put(f"{url}/v1/installed_programs/echo", json={"source": PROGRAM}, timeout=60).raise_for_status()
     named = {"file_id": file, "batch_id": batch, "conversation_id": conversation, "item_id": item["id"]}
+    named |= {"id": program, "name": "echo"}
     return {name: [one] for name, one in {"model": "smollm2", "response_id": response, **named}.items()}
 
 
@@ -78,6 +82,13 @@ def fuzz_whole(whole: tuple[Live, str], seconds: float, number: int, examples: i
     asked = {label for label, _ in fuzzer.seen}
     assert asked == fuzzer.operations
     assert {f"POST {path}" for path in EVERYWHERE} <= asked
+    for route in (
+        "POST /v1/programs",
+        "PUT /v1/installed_programs/{name}",
+        "POST /lab/api/trace",
+        "POST /lab/api/branches",
+    ):
+        assert fuzzer.seen[route, 200] > 0, fuzzer.seen
     for id in {*fuzzer.responses, *ids["response_id"]}:  # those that are stored hold their contexts
         assert session.delete(f"{served.url}/v1/responses/{id}", timeout=60).status_code in (200, 404)
     at_rest(served)

@@ -11,10 +11,10 @@ import weakref
 from collections import Counter, deque
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from headway.program.engine import Engine
@@ -36,7 +36,7 @@ class PageMapResponse(BaseModel):
     total: int
     page_size: int
     states: list[str]
-    runs: list[tuple[int, int]]
+    runs: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
     counts: dict[str, int]
     contexts: int
     queued: int
@@ -137,7 +137,7 @@ def page_map(engine: Engine) -> PageMapResponse:
         total=len(pages.states),
         page_size=engine.page_size,
         states=list(STATES),
-        runs=[(int(state), len(list(group))) for state, group in groupby(pages.states)],
+        runs=[[int(state), len(list(group))] for state, group in groupby(pages.states)],
         counts={state.name.lower(): counts[state] for state in PageState},
         contexts=pages.contexts,
         queued=pages.queued,
