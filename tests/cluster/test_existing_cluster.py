@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -191,6 +192,32 @@ def test_an_application_that_runs_already_is_not_replaced_unasked(
     assert "already serves an application 'taken'; give --update" in done.stderr
     missing = python(ray_cluster, *again, "absent", "--update")
     assert "serves no application 'absent'; start it without --update" in missing.stderr
+
+
+@pytest.mark.slow
+def test_an_input_that_changes_ends_a_job_that_resumes_when_it_is_restored(ray_cluster: RayCluster, tmp_path: Path):
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    whole = "".join(json.dumps({"id": f"key{i}", "prompt": f"prompt {i}"}) + "\n" for i in range(120))
+    source.write_text(whole)
+    job = {"input": str(source), "output": str(out), "key": "id", "concurrency": 4, "workers": 1, "stage": "deadly"}
+    script = str(Path(__file__).parents[1] / "support/ray_jobs.py")
+    command = [script, ray_cluster.address, json.dumps([job | {"seconds": 0.05}])]
+    driver = subprocess.Popen([sys.executable, *command], env=ray_cluster.env, stderr=subprocess.PIPE, text=True)
+    journal, deadline = out / "results.jsonl.partial", time.monotonic() + PATIENCE
+    while not journal.exists() or journal.read_text().count("\n") < 10:
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    source.write_text(whole.replace("prompt 119", "PROMPT 119"))
+    _, said = driver.communicate(timeout=PATIENCE)
+    assert driver.returncode != 0
+    assert "has changed while the job reads it; restore it, and the same command resumes" in said
+    assert "with another input, or its input has changed since; restore it" in python(ray_cluster, *command).stderr
+    assert 9 <= journal.read_text().count("\n") - 1 < 120
+    source.write_text(whole)
+    assert python(ray_cluster, *command).returncode == 0
+    found = [json.loads(line)["result"]["text"] for line in (out / "results.jsonl").read_text().splitlines()]
+    assert found == [f"prompt {i}"[::-1] for i in range(120)]
 
 
 @pytest.mark.slow
