@@ -91,7 +91,8 @@ OTHERS = {
     "user prompt suffix best_of echo messages max_completion_tokens top_logprobs response_format tools tool_choice "
     "parallel_tool_calls modalities add_generation_prompt cache_salt chat_template_kwargs continue_final_message "
     "function_call functions include_stop_str_in_output reasoning_effort return_token_ids skip_special_tokens "
-    "truncate_prompt_tokens verbosity grammar chat_template repeat_penalty use_beam_search prompt_cache_options",
+    "truncate_prompt_tokens thinking_token_budget verbosity grammar chat_template repeat_penalty use_beam_search "
+    "prompt_cache_options",
     "llama_server": "model max_tokens max_completion_tokens n logprobs post_sampling_probs stream samplers "
     "repeat_last_n n_indent t_max_predict_ms return_tokens timings_per_token response_fields cache_prompt id_slot "
     "n_keep n_discard t_max_prompt_ms allowed_token_ids cache_salt priority repeat_penalty stop_token_ids prompt "

@@ -90,7 +90,9 @@ def test_every_option_is_listed_with_its_default() -> None:
     assert sorted(named(table)) == sorted(options)
     for row in table:
         for name in NAME.findall(row[0]):
-            assert row[1] == ("" if options[name] in (None, False) else str(options[name])), name
+            default = options[name]
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            assert row[1] == ("" if default in (None, False) else shown), name
 
 
 def test_every_limit_is_listed_with_its_default() -> None:

@@ -119,6 +119,15 @@ def test_a_stream_that_is_cut_leaves_nothing(client, scene):
     scene.server.until(lambda: scene.engine.stats().queued == 0 and scene.engine.stats().pages_held == before)
 
 
+def test_thinking_has_a_budget(client, scene):
+    scene.say("<think>\n" + "y" * 80)
+    thinking = {"type": "enabled", "budget_tokens": 30}
+    message = client.messages.create(messages=USER, thinking=thinking, **FIELDS)
+    thought, text = message.content
+    assert 0 < len(thought.thinking) < 30
+    assert (thought.type, set(thought.thinking), set(text.text)) == ("thinking", {"y"}, {"y"})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

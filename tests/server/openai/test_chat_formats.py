@@ -142,6 +142,30 @@ def test_reasoning_stands_apart(scenes):
     assert len(both["tool_calls"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("template", "begin", "end"),
+    [
+        ("qwen.jinja", "<think>\n", "<|im_end|>"),
+        ("harmony.jinja", "<|channel|>analysis<|message|>", "<|return|>"),
+    ],
+)
+def test_reasoning_has_a_budget(scenes, template, begin, end):
+    """The model reasons on and on; its reasoning is closed, and what it says then is the content."""
+    tokens = len(scenes(template)[0].engine.tokenizer.encode(begin, special=True))
+    message, finish = said(scenes(template), begin + "y" * 80, end, thinking_token_budget=tokens + 12)
+    assert message["reasoning_content"] == "y" * 12
+    if template == "qwen.jinja":
+        content = message["content"]
+        assert (content, finish) == ("y" * len(content), "stop")
+        assert 0 < len(content) < 80 - 12
+    free, _ = said(scenes(template), begin + "y" * 80, end, thinking_token_budget=tokens + 80)
+    assert free["reasoning_content"] == "y" * 80
+    closed, _ = said(scenes("qwen.jinja"), "<think>\nab\n</think>\n\nIt is so.", "<|im_end|>", thinking_token_budget=9)
+    assert (closed["reasoning_content"], closed["content"]) == ("ab", "It is so.")
+    error = scenes(template)[1].refused("/v1/chat/completions", messages=USER, thinking_token_budget=-1)
+    assert error["param"] == "thinking_token_budget"
+
+
 @pytest.mark.parametrize("template", ["qwen.jinja", "harmony.jinja", "llama.jinja"])
 def test_a_form_is_the_content_of_every_family(scenes, template):
     _, end = CALLS[template]

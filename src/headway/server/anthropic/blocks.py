@@ -25,7 +25,11 @@ from headway.server.api.request_schema import (
 from headway.server.chats.fields import template_reads
 from headway.server.errors import ApiError, bad_request
 
-FIELDS = {"stop": "stop_sequences", "response_format": "output_config.format"}
+FIELDS = {
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+}
 """Names of fields of a chat, as errors about a request here have them."""
 SHARED = tuple(SamplingFields.model_fields)
 BLOCK_FIELDS: Mapping[str, Collection[str]] = {
@@ -48,7 +52,7 @@ def chat_request(body: CountRequest, engine: Engine) -> ChatRequest:
             schema = JsonSchema(name="output", schema=config.format.schema_)
             fields["response_format"] = ResponseFormat(type="json_schema", json_schema=schema)
     if isinstance(body, MessagesRequest):
-        _check_budget(body)
+        fields["thinking_token_budget"] = _budget(body)
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.messages and body.messages[-1].role == "assistant":  # the model continues it
         last = fields["messages"][-1]
@@ -69,8 +73,8 @@ def _thinking(body: CountRequest, engine: Engine) -> dict[str, Any] | None:
     return {"enable_thinking": body.thinking.type == "enabled"} if reads else None
 
 
-def _check_budget(body: MessagesRequest) -> None:
-    """Raise where the reasoning alone may take all tokens of the message."""
+def _budget(body: MessagesRequest) -> int | None:
+    """How many tokens the reasoning may have; raises where that would leave none for the text."""
     budget = None if body.thinking is None else body.thinking.budget_tokens
     if budget is not None and budget >= body.max_tokens:
         raise bad_request(
@@ -78,6 +82,7 @@ def _check_budget(body: MessagesRequest) -> None:
             "pass a smaller budget, or more max_tokens",
             "thinking.budget_tokens",
         )
+    return budget
 
 
 def _system(body: CountRequest) -> list[ChatMessage]:

@@ -87,7 +87,7 @@ class ToolChoice(RequestSchema):
 
 
 class Thinking(RequestSchema):
-    """Whether the model reasons, if its template lets one say so. `budget_tokens` is not enforced."""
+    """Whether the model reasons, if its template lets one say so, and for how many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None

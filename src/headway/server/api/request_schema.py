@@ -488,6 +488,7 @@ class ChatRequest(GenerationRequest):
     functions: Annotated[list[FunctionDefinition], FailAtFirst()] | None = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: NonNegative | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from headway.server.chats.messages import ChatPrompt
 from headway.server.chats.until_quote import UntilQuote, quote_token
 from headway.text.replies.parts import BadToolCall, Content, Part, ToolCallArguments, ToolCallEnd, ToolCallStart
 from headway.text.stream import TextStream
-from headway.text.templates.messages import CallSyntax, end_of_reasoning
+from headway.text.templates.messages import CallSyntax, end_of_open_reasoning, end_of_reasoning
 
 FINAL = "<|channel|>final<|message|>"  # introduces the content in the harmony format
 ONE_CALL = "one_call"  # finish reason: the only call that is allowed is complete
@@ -43,6 +43,7 @@ class ToolPolicy:
     one_call: bool = False
     max_tokens: int = 1
     custom: Mapping[str, Grammar | None] = field(default_factory=dict)  # custom tools, and the grammars of their texts
+    reasoning_tokens: int | None = None  # after so many of the message its reasoning is closed
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class MessageStream:
         self._choice: FormatOrCall | None = None  # until the message has begun one of the two
         self.count = 0  # tokens of the message so far
         self.stop_string: str | None = None  # the one that ended the message
+        self._may_close = policy.reasoning_tokens is not None  # the reasoning, once
         self._calls = 0
         self._announced: set[int] = set()  # calls whose start was sent
 
@@ -242,7 +244,9 @@ class MessageStream:
             left,
             free=item is None or is_format,
             wrap=self._format_or_call if either else None,
-            drafts=not (self._policy.strict or self._policy.one_call or either),  # what ends an item must end a step
+            drafts=not (
+                self._policy.strict or self._policy.one_call or either or self._may_close
+            ),  # what ends an item must end a step
         )
         before_text = self._context.text_before
         self._reader.begin(before_text)
@@ -260,6 +264,10 @@ class MessageStream:
                 self._choice, self._next_script = None, self._begun_call()
                 yield MessageDelta(parts, tokens, new, "constraint")
                 return
+            if item is None and step.finish is None and (closing := self._closing()):
+                self._may_close, self._next_script = False, _closed(closing)
+                yield MessageDelta(parts, tokens, new, "constraint")
+                return
             at = next((i + 1 for i, part in enumerate(parts) if self._ends_item(part, item)), None)
             if at is None:
                 yield MessageDelta(parts, tokens, new, step.finish)
@@ -268,6 +276,18 @@ class MessageStream:
             why = "constraint" if self._next_script is not None else ONE_CALL
             yield MessageDelta(parts[:at], tokens[: max(0, len(tokens) - cut)], max(0, new - cut), why)
             return
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether free text may end before the model ends it."""
+        return bool(self._policy.strict) or self._policy.one_call or self._may_close
+
+    def _closing(self) -> str:
+        """The text that closes the reasoning where it has used up its tokens; "" elsewhere."""
+        most = self._policy.reasoning_tokens
+        if not self._may_close or most is None or self.count < most or self._format is None:
+            return ""
+        return end_of_open_reasoning(self._format, self._prompt.rendered, self._reader.text)
 
     def _ends_item(self, part: Part, item: Item) -> bool:
         """Whether free text ends with this part: a call to constrain by its schema, or the only call allowed."""
@@ -352,6 +372,12 @@ class MessageStream:
 def _quoted(text: str) -> str:
     """A text as it is inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _closed(closing: str) -> Script:
+    """The end of the reasoning, and free text after it."""
+    yield closing
+    yield None
 
 
 def _constrained(grammar: Grammar, lead: str) -> Script:

@@ -63,7 +63,25 @@ async def plan_chat(body: ChatRequest, serving: Serving, tenant: Tenant, lease: 
         limit = min(limit, default)
     check.prompt_logprobs("prompt_logprobs", len(prompt.ids), plan.prompt_logprobs)
     check.response_logprobs(body.stream, plan.count * limit, plan.top_logprobs, "top_logprobs")
-    return ChatPlan(plan, prompt, replace(policy, max_tokens=limit))
+    return ChatPlan(plan, prompt, replace(policy, max_tokens=limit, reasoning_tokens=_reasoning_tokens(body)))
+
+
+def _reasoning_tokens(body: ChatRequest) -> int | None:
+    """How many tokens the reasoning may have."""
+    budget = body.thinking_token_budget
+    if budget is not None and budget < 0:
+        raise bad_request(
+            f"thinking_token_budget is {budget}; it must be an integer of at least 0",
+            "thinking_token_budget",
+            "out_of_range",
+        )
+    if budget is not None and body.use_beam_search:
+        raise bad_request(
+            "thinking_token_budget cannot be combined with use_beam_search; remove one of them",
+            "thinking_token_budget",
+            "unsupported",
+        )
+    return budget
 
 
 def read_prompt(body: ChatRequest, check: RequestChecks) -> ChatPrompt:

@@ -64,6 +64,19 @@ def end_of_reasoning(format: str, prompt: str) -> str:
     return ""
 
 
+def end_of_open_reasoning(format: str, prompt: str, text: str) -> str:
+    """The text that closes the reasoning which is open after a prompt and a part of its reply; "" if none is."""
+    if format == "harmony":
+        channel = text.rpartition("<|channel|>")[2]
+        is_open = channel.startswith("analysis<|message|>") and "<|end|>" not in channel
+        return "<|end|><|start|>assistant" if is_open else ""
+    begin, end = ("[THINK]", "[/THINK]") if format == "mistral" else ("<think>", "</think>")
+    if format not in ("mistral", "qwen", "hermes") or end in text:
+        return ""
+    is_open = prompt.rstrip("\n").endswith(begin) or text.lstrip().startswith(begin)
+    return "" if not is_open else end if format == "mistral" else f"\n{end}\n\n"
+
+
 def assistant_message(reply: Reply, ids: Sequence[str] = ()) -> dict[str, Any]:
     """A reply as a template reads it. `ids` are for calls to which the model gave none."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
