@@ -43,6 +43,7 @@ from headway.server.settings import ServerSettings
 from headway.server.telemetry import request_trace
 
 ATTEMPTS = 3  # replicas that a request is sent to
+READ_AGAIN_SECONDS = 60.0  # after a model whose prompts cannot be read; its requests are routed by load meanwhile
 HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host", "origin",
      "content-length", SECRET.decode(), "x-request-id", "expect"}
@@ -177,7 +178,7 @@ class Front:
             self._reader = await asyncio.to_thread(self._read, lease.model, lease.page_size)
         except Exception as error:
             logs.warn("prompts cannot be read for routing", model=lease.model, error=str(error)[:200])
-            await asyncio.sleep(60)
+            await asyncio.sleep(READ_AGAIN_SECONDS)
         finally:
             self._reading = None
 
