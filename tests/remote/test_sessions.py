@@ -145,6 +145,45 @@ def test_a_flush_that_is_cancelled_says_so(served: Served) -> None:
         assert replies[3]["error"] == {"kind": "Closed", "message": "this pass was cancelled"}
 
 
+def test_what_is_refused_because_the_queue_is_full_has_done_nothing() -> None:
+    """A pass, and a flush, while a generation has the only place: their contexts are as they were."""
+    new = {"seed": None, "priority": 0, "salt": "", "token_budget": None, "deadline": None}
+    flush = {"number": 3, "attention_mask": None, "adapter": None}
+    server = Served(hw.Engine(random_model(), pages=64, threads=1), max_queue_requests=1)
+    try:
+        with opened(server) as raw:
+            for number in (1, 2, 3):
+                raw.request("context.new", context=number, **new)
+                raw.request("context.fill", context=number, text=[5] * 40, special=False)
+            raw.request("generation.new", context=1, generation=4, options={"logits": 5})
+            raw.request("generation.pull", generation=4, upto=1, taken=0)
+            while (call := raw.receive())["type"] != "call":
+                assert "error" not in call
+            for verb, args in (
+                ("pass.execute", {"context": 2, "number": 2, "operations": [["input", [1, 2, 3]]]}),
+                ("context.flush", {"context": 3, **flush}),
+            ):
+                raw.request(verb, **args)
+                assert raw.receive()["error"]["code"] == "queue_full"
+            for number in (2, 3):
+                raw.request("context.state", context=number)
+                state = raw.receive()["value"]
+                assert (state["seq_len"], len(state["pending"])) == (0, 40)
+            raw.sent += 1
+            raw.send(type="return", n=raw.sent, ack=call["n"], id=call["id"], value=None)
+            assert raw.receive()["type"] == "step"
+            for _ in range(3):  # one that is cancelled before it begins gives its place back
+                raw.request("pass.execute", context=2, number=raw.sent, operations=[["input", [1]]])
+                raw.request("session.cancel", request=raw.sent)
+                assert {raw.receive()["id"], raw.receive()["id"]} == {raw.sent - 1, raw.sent}
+            raw.request("context.flush", context=3, **flush)
+            assert "error" not in raw.receive()
+        until_quiet(server)
+    finally:
+        server.close()
+        server.engine.close()
+
+
 def test_what_belongs_to_another_session_does_not_exist(served: Served) -> None:
     with hw.connect(served.url) as one, opened(served) as raw:
         context = one.context().fill([1])

@@ -33,7 +33,7 @@ from headway.server.sessions import chats, generation_verbs, program_verbs  # no
 from headway.server.sessions.generations import PreparedStep, ServedGeneration
 from headway.server.sessions.outbox import Outbox, SessionClosed
 from headway.server.sessions.passes import ServedPass
-from headway.server.sessions.verbs import VERBS, WAITING
+from headway.server.sessions.verbs import VERBS, WAITING, InSlot
 from headway.server.settings import owned_by
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Session:
         def done(task: asyncio.Task[None]) -> None:
             self.requests.pop(id, None)
             if task.cancelled():
-                if inspect.iscoroutine(value):
+                if isinstance(value, Coroutine | InSlot):
                     value.close()
                 if not quiet:
                     self.reply(id, error=Closed("this was cancelled"), cancelled=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,28 @@ WAITING = {  # may wait for pages or the disk, so they run in a thread
     "context.save", "pages.discard", "pages.keep", "pages.append", "chat.new",
 }  # fmt: skip
 LISTED = 4096  # ids that are written as a list
+
+
+class InSlot:
+    """Work that has a place in the server's queue before it begins: what is refused in want of one has done nothing."""
+
+    def __init__(self, session: Session, submit: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._slot = ExitStack()
+        self._slot.enter_context(session.serving.queue_slot(session.tenant))
+        try:
+            self._work = submit()
+        except BaseException:
+            self._slot.close()
+            raise
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        with self._slot:
+            return (yield from self._work.__await__())
+
+    def close(self) -> None:
+        """It is dropped before it was awaited."""
+        self._work.close()
+        self._slot.close()
 
 
 def verb(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,17 +285,19 @@ def context_flush(
     mix = mix_of(session.engine, adapter_argument(session.adapters, adapter))
     if not own.pending:
         return own.flush(mask, mix)
-    session.settle_passes(own)
-    served = ServedPass(own, own._flush(mask, mix))
-    execution = served.execute()
-    session.keep_pass(number, served)
 
-    async def flushed() -> None:
-        with session.serving.queue_slot(session.tenant):
-            await _computed(execution)
+    def submit() -> Coroutine[Any, Any, None]:
+        session.settle_passes(own)
+        served = ServedPass(own, own._flush(mask, mix))
+        execution = served.execute()
+        session.keep_pass(number, served)
+        return flushed(served, execution)
+
+    async def flushed(served: ServedPass, execution: Execution[Any]) -> None:
+        await _computed(execution)
         served.result()
 
-    return flushed()
+    return InSlot(session, submit)
 
 
 # --- pages
@@ -332,16 +356,17 @@ def pages_append(session: Session, context: int, other: int, pages: list[int], s
 def pass_execute(
     session: Session, context: int, number: int, operations: list[Any], prepared: int | None = None
 ) -> Awaitable[dict[str, Any]]:
-    served = _built(session, context, operations, prepared)
-    execution = served.execute()
-    session.keep_pass(number, served)
+    def submit() -> Coroutine[Any, Any, dict[str, Any]]:
+        served = _built(session, context, operations, prepared)
+        execution = served.execute()
+        session.keep_pass(number, served)
+        return result(served, execution)
 
-    async def result() -> dict[str, Any]:
-        with session.serving.queue_slot(session.tenant):
-            await _computed(execution)
+    async def result(served: ServedPass, execution: Execution[Any]) -> dict[str, Any]:
+        await _computed(execution)
         return served.result()
 
-    return result()
+    return InSlot(session, submit)
 
 
 async def _computed(execution: Execution[Any]) -> None:
