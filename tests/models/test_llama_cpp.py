@@ -150,15 +150,17 @@ def test_families_with_latent_attention(name: str, changes: dict[str, Any], tmp_
         assert_near(all_logits(engine, tokens), llama_logits(path, tokens))
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3-pattern", "phi3-partial", "gpt2", "granite-moe", "falcon", "deepseek-v3-yarn", *RECURRENT]
-)
+MADE = ("gemma3-pattern", "phi3-partial", "gpt2", "granite-moe", "falcon", "deepseek-v3-yarn", *RECURRENT)
+MADE += ("gemma3n-published", "gemma4", "gemma4-experts", "gemma4-even")
+
+
+@pytest.mark.parametrize("name", MADE)
 def test_files_that_are_made_of_folders(name: str, tmp_path: Path) -> None:
     if name in FILES:
         kind, config = FILES[name]
         model = build_hf(f"{kind}Config", f"{kind}ForCausalLM", config, 3)[1]
     else:
-        model = recurrent_model(name, **RECURRENT.get(name, {}))
+        model = recurrent_model(name, **(RECURRENT | DIFFERENT).get(name, {}))
     path, tokens = tmp_path / "out.gguf", random_tokens(97, 40)
     quantize_model(save_hf(tmp_path, model), "F32", path, vocabulary={"tokenizer.ggml.model": "no_vocab"})
     with hw.Engine(path, pages=8, threads=2) as engine:

@@ -28,6 +28,9 @@ from headway.models.weights.shapes import has_experts, layer_shapes, model_shape
 
 CYCLED = ("qwen3.5", "qwen3.5-moe")  # families whose files have the value heads of a key head apart
 BY_VALUE_HEAD = ("mix_gate", "mix_beta", "mix_step", "step_bias", "rate", "mix_out")
+TOKEN_INPUTS = GGUF_PARTS["token_inputs"]
+STILL = 1e30  # the divisor of a frequency that is none
+TURNED = ("gemma4",)  # families whose files say which pairs of a rope are rotated
 LLAMA_FILES = {"mistral": "llama"}  # families whose files say another's architecture
 
 
@@ -49,13 +52,15 @@ class FolderAsGguf:
         self.metadata = _metadata(path, config, self._family, frozenset(self.names())) | dict(vocabulary)
 
     def names(self) -> tuple[str, ...]:
-        scaled = (FREQUENCIES,) if self._config.rope.kind == "llama3" else ()
-        return (*self._parts, *scaled)
+        scaled = self._config.rope.kind == "llama3" or self._config.family in TURNED
+        return (*self._parts, *((FREQUENCIES,) if scaled else ()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name == FREQUENCIES:
             return (self._config.rope.dim // 2,)
         (_, _, shape, part), *_ = self._parts[name]
+        if name == TOKEN_INPUTS:
+            return self._config.vocab_size, shape[1]
         return part.shape(self._config) if isinstance(part, Cut) else shape
 
     def stored(self, name: str) -> str:
@@ -83,17 +88,19 @@ class FolderAsGguf:
             return _divisors(self._config)
         parts = self._parts[name]
         role, at, shape, part = parts[0]
+        if name == TOKEN_INPUTS:  # tokens without a row have that of the first one
+            table, (count, _) = self._values(role, at, shape), self.shape(name)
+            return table if len(table) == count else table[np.arange(count) * (np.arange(count) < len(table))]
         if not isinstance(part, Cut):
             return self._values(role, at, shape)
         out = np.empty(part.shape(self._config), np.float32)
         for role, at, shape, part in parts:
             assert isinstance(part, Cut)
             values = self._values(role, at, shape)
-            if values.ndim == 1:  # numbers, not rows
-                places = part.take(np.arange(out.size).reshape(out.shape), self._config)
-                out.reshape(-1)[places.ravel()] = values
-            else:
-                out[part.take(np.arange(len(out)), self._config)] = values
+            cells = out.shape if values.ndim == 1 else out.shape[:-1]  # numbers, or rows
+            rows = out.reshape(-1, 1 if values.ndim == 1 else out.shape[-1])
+            places = part.take(np.arange(len(rows)).reshape(cells), self._config)
+            rows[places.ravel()] = values.reshape(len(places.ravel()), -1)
         return out
 
     def _places(self) -> Iterator[tuple[str, str, dict[str, tuple[int, ...]]]]:
@@ -123,7 +130,7 @@ class FolderAsGguf:
 def _family_of(path: Path, config: ModelConfig) -> Family:
     family = by_name(LLAMA_FILES.get(config.family, config.family))
     other_order = config.interleaved_weights and not family.interleaved_gguf
-    if family.gguf is None or other_order or config.description.per_layer:
+    if family.gguf is None or other_order:
         raise Unsupported(f"{path} is a {config.family} model, of which no GGUF file is written; use int8, int4 or fp8")
     return by_gguf(family.gguf, experts=config.description.experts is not None)
 
@@ -192,11 +199,13 @@ def _check_same(path: Path, wanted: ModelConfig, written: ModelConfig) -> None:
 
 def _as_written(c: ModelConfig, written: ModelConfig) -> ModelConfig:
     """A config with what a file has otherwise and means the same: norms that count from 1, rows with an order of their
-    own, a scaled rope, a size that no layer has."""
+    own, a scaled rope, a size that no layer has, tables with other rows at the end."""
     how, rope = c.description, c.rope
     how = replace(how, norm="rms" if how.norm == "rms+1" else how.norm)
     if isinstance(how.recurrence, GatedDelta) and written.family in CYCLED:
         how = replace(how, recurrence=replace(how.recurrence, cycled=True))
+    if written.family in TURNED and (rope.dim, rope.theta) == (written.rope.dim, written.rope.theta):
+        rope = written.rope if rope.kind in ("default", "proportional") else rope  # a tensor says how much
     if rope.kind != "yarn":
         rope = replace(rope, truncate=written.rope.truncate)
     if rope.kind == "llama3":  # said by a tensor
@@ -207,8 +216,13 @@ def _as_written(c: ModelConfig, written: ModelConfig) -> ModelConfig:
         rope = replace(rope, mscale_all_dim=there) if _equal(rope.mscale_all_dim, there) else rope
     if how.ropes is not None:
         how = replace(how, ropes=tuple(rope if each == c.rope else each for each in how.ropes))
+    own, altup, theirs = how.per_layer, how.altup, written.description
+    if own is not None and own.inputs is not None and theirs.per_layer is not None:  # the table is as long as the other
+        how = replace(how, per_layer=replace(own, inputs=replace(own.inputs, vocab=c.vocab_size)))
+    if altup is not None and theirs.altup is not None and np.allclose(altup.sparsity, theirs.altup.sparsity, atol=1e-6):
+        how = replace(how, altup=replace(altup, sparsity=theirs.altup.sparsity))
     dense = not how.no_feed_forward and any(not has_experts(c, layer) for layer in range(c.layers))
-    size = c.intermediate_size if dense else written.intermediate_size
+    size = c.intermediate_size if dense and own is None else written.intermediate_size  # else said by layer
     return replace(c, description=how, rope=rope, intermediate_size=size)
 
 
@@ -219,7 +233,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _divisors(c: ModelConfig) -> np.ndarray:
-    """What each frequency of a plain rope is divided by."""
+    """What each frequency of a plain rope is divided by: much, where a pair is not rotated."""
     from headway.kernels.host.rope import Rope, frequencies
 
-    return (frequencies(Rope(c.rope.dim, c.rope.theta)) / frequencies(c.rope)).astype(np.float32)
+    ours = frequencies(c.rope)
+    with np.errstate(divide="ignore"):
+        divisors = frequencies(Rope(c.rope.dim, c.rope.theta)) / ours
+    return np.where(ours > 0, divisors, STILL).astype(np.float32)

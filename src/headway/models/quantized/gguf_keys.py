@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
+from statistics import NormalDist
 
 from headway.models.config import ModelConfig
 from headway.models.description import GatedDelta, Mamba2, ShortConv
@@ -48,7 +50,7 @@ def keys_of(c: ModelConfig) -> dict[str, MetaItem]:
         keys |= {"expert_count": x.count, "expert_used_count": x.per_token, "expert_feed_forward_length": x.size}
         keys["expert_shared_feed_forward_length"] = x.shared_size or None
         keys["interleave_moe_layer_step"] = 1 + min(frozenset(range(c.layers)) - x.dense_layers)
-    keys |= _latent(c) | _recurrent(c)
+    keys |= _latent(c) | _recurrent(c) | _by_layer(c)
     return {key: value for key, value in keys.items() if value is not None}
 
 
@@ -60,6 +62,8 @@ def unread_keys(c: ModelConfig) -> dict[str, MetaItem]:
         case "qwen3.5" | "qwen3.5-moe":  # pairs by time, height and width: one for text
             pairs = c.rope.dim // 2
             return {"rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]}
+        case "gemma4" if c.description.per_layer is not None:
+            return {"attention.value_length_swa": _dim(c, windowed=True)}
     return {}
 
 
@@ -114,3 +118,34 @@ def _ssm(taps: int, inner: int, state: int, heads: int, groups: int) -> dict[str
         "ssm.time_step_rank": heads,
         "ssm.group_count": groups,
     }
+
+
+def _by_layer(c: ModelConfig) -> dict[str, MetaItem | None]:
+    own, altup = c.description.per_layer, c.description.altup
+    if own is None:
+        return {}
+    keys: dict[str, MetaItem | None] = {
+        "attention.head_count_kv": _one_or_all([shape.heads for shape in own.kv_shapes]),
+        "feed_forward_length": _one_or_all(own.inners),
+        "attention.shared_kv_layers": sum(source != layer for layer, source in enumerate(own.kv_from)),
+        "embedding_length_per_layer_input": 0 if own.inputs is None else own.inputs.size,
+    }
+    if altup is not None:
+        scales = [NormalDist().inv_cdf(share) if share else -inf for share in altup.sparsity]
+        keys |= {"altup.num_inputs": altup.streams, "altup.active_idx": altup.active}
+        return keys | {"activation_sparsity_scale": scales}
+    whole, local = _dim(c, windowed=False), _dim(c, windowed=True)
+    keys |= {"attention.key_length": whole, "attention.value_length": whole, "attention.key_length_swa": local}
+    return keys | {"rope.dimension_count_swa": local}
+
+
+def _one_or_all(sizes: Sequence[int]) -> MetaItem:
+    """The size of every layer, or a list of them."""
+    return sizes[0] if len(set(sizes)) == 1 else list(sizes)
+
+
+def _dim(c: ModelConfig, *, windowed: bool) -> int:
+    """The width of heads in layers with a window, or without one."""
+    assert c.description.per_layer is not None
+    shapes = zip(c.description.per_layer.kv_shapes, c.windows, strict=True)
+    return next((shape.dim for shape, window in shapes if (window is not None) == windowed), c.head_dim)
