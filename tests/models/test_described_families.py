@@ -23,7 +23,7 @@ from headway.models.files.weights import SafetensorsWeights
 from headway.models.weights.load_tensors import load_model
 from headway.testing import random_model
 from support.checks import all_logits, assert_close, logit_rows, random_tokens, reference_logits
-from support.hf import save_hf
+from support.hf import build_hf, save_hf
 from support.hf_families import OTHERS, QUICK, YARN, family_model
 from support.models_table import FACTS, HEADER, PATHS, facts, known, passed, written
 
@@ -258,6 +258,32 @@ def test_values_that_no_published_config_has_mean_what_transformers_takes_them_f
     tokens = random_tokens(97, 20)
     with hw.Engine(save_hf(tmp_path, model), pages=8, threads=1) as engine:
         assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
+
+
+def test_the_layers_of_mistral_that_have_a_window_may_be_listed(tmp_path: Path) -> None:
+    """As Ministral 8B is published."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    sizes = {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5, "layer_types": kinds}
+    config, model = build_hf("MinistralConfig", "MinistralForCausalLM", sizes, 0)
+    folder, tokens = save_hf(tmp_path, model), random_tokens(97, 20)
+    for names in ({}, {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}):
+        (folder / "config.json").write_text(json.dumps(config | names))
+        with hw.Engine(folder, pages=8, threads=1) as engine:
+            assert engine.config.windows == (None, 5, 5)
+            assert_close(all_logits(engine, tokens), reference_logits(model, tokens))
+
+
+def test_ministral3_ends_where_its_queries_begin_to_grow_and_says_why(tmp_path: Path) -> None:
+    _, model = family_model("ministral3")
+    why = r"512 \(queries grow with their position from there to 1024, which is not supported\)"
+    with hw.Engine(save_hf(tmp_path, model), pages=16, threads=1) as engine, engine.context() as context:
+        with pytest.raises(hw.ContextLengthExceeded, match=why):
+            context.forward().input_at([1], [512])
+        forward = context.forward().input_at([5, 6], [0, 511])
+        last = forward.probe(1, hw.Logits())
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 511]])).logits[0, 1]
+        assert_close(forward.execute().result().logits(last), theirs.numpy())
 
 
 def test_a_file_without_one_expert_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

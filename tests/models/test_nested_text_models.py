@@ -18,7 +18,7 @@ from headway.models.config import from_hf
 from headway.models.quantized.write import quantize_model
 from support.checks import all_logits, assert_close, random_tokens
 from support.hf import randomize
-from support.hf_families import DELTA, LAYERS, PROPORTIONAL, SHARED
+from support.hf_families import DELTA, LAYERS, PROPORTIONAL, SHARED, YARN
 
 TEXT: dict[str, Any] = {
     "vocab_size": 97,
@@ -40,10 +40,16 @@ EYES: dict[str, Any] = {
 }
 IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 QWEN_EYES = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32}
+GROWING = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 16}, {"vision_config": EYES}),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, {"vision_config": {"model_type": "pixtral", **EYES}}),
+    "ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, **GROWING}},
+        {"vision_config": {"model_type": "pixtral", **EYES}},
+    ),
     "qwen2.5-vl": (
         "Qwen2_5_VL",
         {"rope_parameters": SECTIONS, "head_dim": None},

@@ -66,6 +66,8 @@ def outer_config(name: str) -> Any:
     data = json.loads(
         json.dumps({key: value for key, value in PUBLISHED[name].items() if key != "quantization_config"})
     )
+    if data["model_type"] == "mistral" and "layer_types" in data:  # as AutoConfig has it
+        data["model_type"] = "ministral"
     return CONFIG_MAPPING[data["model_type"]].from_dict(data)
 
 
@@ -106,10 +108,10 @@ def window(theirs: Any, layer: int) -> Window:
 
 
 def positions(theirs: Any, ours: ModelConfig) -> int:
-    """Those of longrope's short factors, where there are others."""
+    """Those of longrope's short factors, and those where queries do not grow."""
     most = getattr(theirs, "max_position_embeddings", None)
     rope = getattr(theirs, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    if rope.get("rope_type") == "longrope" or "llama_4_scaling_beta" in rope:
         return min(most, rope["original_max_position_embeddings"])
     return ours.max_positions if most is None else most
 

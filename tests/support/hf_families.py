@@ -50,6 +50,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "num_hidden_layers": 7,
         },
     },
+    "Ministral3": {
+        "ministral3": {
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.3},
+        },
+    },
     "Phi3": {
         "phi3": {"pad_token_id": 0, "sliding_window": 7},
         "phi3-partial": {

@@ -246,8 +246,7 @@ def from_hf(data: Mapping[str, Any]) -> ModelConfig:
         limit_reason=limit_reason,
     )
     if family.describe is None:
-        if (act := keys.activation()) != "silu":
-            raise Unsupported(f"config.json: hidden_act is {act!r}; the {family.name} family has silu alone")
+        keys.check_silu(family.name)
     else:
         config = family.describe(keys, config)
     keys.check_all_understood(family.name)
@@ -360,11 +359,13 @@ def _hf_windows(keys: Keys, family: Family, layers: int) -> tuple[int | None, ..
     if family.window == "none" or silent:
         return (None,) * layers
     window = keys.int("sliding_window", 4096)
-    if family.window in ("all", "given"):
+    if family.window == "given":
         return (window,) * layers
-    if not keys.bool("use_sliding_window", False):
+    if family.window == "layers" and not keys.bool("use_sliding_window", False):
         return (None,) * layers
     kinds = keys.per_layer("layer_types", layers, {"sliding_attention": window, "full_attention": None})
+    if kinds is None and family.window == "all":
+        return (window,) * layers
     if kinds is not None:
         return kinds
     first = keys.int("max_window_layers", 28)

@@ -133,6 +133,11 @@ class Keys:
     def activation(self, key: str = "hidden_act", default: str = "silu") -> str:
         return self.choice(key, default, ACTIVATIONS)
 
+    def check_silu(self, family: str) -> None:
+        """Raise for another activation than silu."""
+        if (act := self.activation()) != "silu":
+            raise Unsupported(f"{self.source}: hidden_act is {act!r}; the {family} family has silu alone")
+
     def per_layer(self, key: str, layers: int, known: Mapping[Any, Any]) -> tuple[Any, ...] | None:
         """What the entries of a list with one for each layer stand for; None if there is no list."""
         values = self.get(key)

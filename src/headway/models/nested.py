@@ -25,7 +25,10 @@ def outer_family(data: Mapping[str, Any]) -> tuple[Family, str] | None:
     names = data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return None  # as text_config leaves it, from_hf refuses it
-    return next(((family, family.outer[names[0]]) for family in FAMILIES if names[0] in family.outer), None)
+    found = [(family, family.outer[names[0]]) for family in FAMILIES if names[0] in family.outer]
+    text = data.get("text_config")
+    own = text.get("model_type") if isinstance(text, dict) else None
+    return next((each for each in found if each[1] == own), found[0] if found else None)
 
 
 def text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -38,8 +41,8 @@ def text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
         raise BadModelFile(f"config.json: text_config is {short_repr(text)}; {outer} has its text model's keys there")
     if text is not data and text.get("model_type", kind) != kind:
         raise Unsupported(
-            f"config.json: the text model of {outer} is {text['model_type']!r} (text_config.model_type); the one that "
-            f"is supported is {kind!r}"
+            f"config.json: the text model of {outer} is {text['model_type']!r} (text_config.model_type); supported are "
+            f"{', '.join(f.outer[outer] for f in FAMILIES if outer in f.outer)}"
         )
     if data.get("quantization_config") or data.get("compression_config"):
         raise Unsupported(

@@ -51,8 +51,8 @@ class Family:
     """A named set of differences.
 
     `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the name of the config key that decides.
-    `window` says which layers a `sliding_window` binds: none, all, all if the config has one (`given`), or those that
-    the config lists (`layers`).
+    `window` says which layers a `sliding_window` binds: none, all unless the config lists them, all if the config has
+    one (`given`), or those that the config lists (`layers`).
 
     A family whose layers are not Llama's has `describe`, which completes the config, and says where its files keep a
     weight under another name than Llama's: `parts` by role, see `headway.models.weights.shapes`. `describe_gguf` and

@@ -1,0 +1,41 @@
+"""Ministral 3: Mistral with yarn. Its queries grow with their position beyond the length of its training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headway.base.errors import BadModelFile
+from headway.models.families.family import Family
+from headway.models.keys import Keys
+
+if TYPE_CHECKING:
+    from headway.models.config import ModelConfig
+
+
+def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """As far as queries do not grow."""
+    keys.check_silu(config.family)
+    scaling = keys.get("rope_parameters") or keys.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        raise BadModelFile("config.json has neither rope_parameters nor rope_scaling, which this architecture needs")
+    rope = Keys(scaling, "config.json, rope parameters")
+    original = rope.size("original_max_position_embeddings")
+    if not rope.float("llama_4_scaling_beta") or config.max_positions <= original:
+        return config
+    why = f"queries grow with their position from there to {config.max_positions}, which is not supported"
+    return replace(config, max_positions=original, limit_reason=why)
+
+
+FAMILY = Family(
+    name="ministral3",
+    architectures=("Ministral3ForCausalLM",),
+    model_types=("ministral3",),
+    outer={"Mistral3ForConditionalGeneration": "ministral3"},
+    gguf=None,
+    window="given",
+    head_dim=128,
+    kv_heads=8,
+    eps=1e-5,
+    describe=describe,
+)
