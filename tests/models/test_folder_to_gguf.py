@@ -242,6 +242,33 @@ def test_a_file_brings_a_sentencepiece_tokenizer(prefix: bool, tmp_path: Path) -
     assert fields["tokenizer.ggml.add_bos_token"].contents()
 
 
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_merges_that_no_scores_say_are_kept_as_gemma_4_has_them(adds_bos: bool, tmp_path: Path) -> None:
+    _, model = random_hf("llama", 1, vocab_size=420)
+    folder = save_hf(tmp_path, model)
+    pieces(folder, prefix=False)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    made = ["".join(pair) for pair in data["model"]["merges"]]
+    merges = data["model"]["merges"]
+    merges.append(merges.pop(next(i for i, text in enumerate(made) if made.count(text) > 1)))
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": adds_bos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if not adds_bos:
+        with pytest.raises(hw.Unsupported, match="not in the order"):
+            gguf_metadata(folder, 420)
+        return
+    metadata, tokenizer = gguf_metadata(folder, 420), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert metadata["tokenizer.ggml.model"] == "gemma4"
+    quantize_model(folder, "F32", tmp_path / "out.gguf", vocabulary=metadata)
+    with hw.Engine(tmp_path / "out.gguf", pages=8, threads=1) as engine:
+        assert engine.tokenizer.add_bos
+        for text in (Path(__file__).read_text()[:3000], "Ünïcödé 🙂 it's\n\n  IT'S", "a <tool> b", "  \t x"):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            assert engine.tokenizer.encode(text) == ids, text
+            assert engine.tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -23,7 +23,7 @@ QUICK = (("gemma", "int4"), ("gpt-neox", "fp8"), ("qwen3.5", "int8"))
 DENSE = (
     *("gemma", "gemma2", "gemma3", "phi3", "phi", "olmo2", "olmo3", "smollm3", "granite", "cohere2", "stablelm"),
     *("gpt-neox", "gptj", "falcon", "falcon-new", "starcoder2", "glm4", "lfm2", "qwen3.5", "gemma3n", "gemma4"),
-    *("granite-hybrid-dense", "mamba2", "granite-moe", "gpt-oss"),
+    *("granite-hybrid-dense", "mamba2", "granite-moe", "gpt-oss", "gemma4-experts"),
 )
 SLOW = [(name, to) for name in DENSE for to in FOLDER if (name, to) not in QUICK]
 # transformers looks for a weight in linear layers of these, which packed ones do not have.

@@ -38,11 +38,6 @@ def gguf_metadata(folder: Path, vocab_size: int) -> dict[str, Value]:
     found: dict[str, Value] = {KEY + "tokens": tokens, KEY + "merges": merges}
     if is_pieces(data):
         kinds = kinds_of(tokens, kinds, model.get("unk_token"))
-        found |= {KEY + "model": "llama", KEY + "pre": "default"}
-        found[KEY + "add_space_prefix"] = has_space_prefix(folder, data)
-        found[KEY + "scores"] = scores_of(folder, tokens, kinds, [_pair(merge) for merge in merges])
-    else:
-        found |= {KEY + "model": "gpt2", KEY + "pre": _pre_name(folder, data)}
     found[KEY + "token_type"] = kinds
     numbers = {text: id for id, text in texts.items()}
     for name, key in SPECIAL.items():
@@ -50,10 +45,36 @@ def gguf_metadata(folder: Path, vocab_size: int) -> dict[str, Value]:
         text = value.get("content") if isinstance(value, Mapping) else value
         if text in numbers:
             found[KEY + key] = numbers[text]
-    found[KEY + "add_bos_token"] = _adds_bos(data, found, settings)
+    found[KEY + "add_bos_token"] = bos = _adds_bos(data, found, settings)
+    if is_pieces(data):
+        found |= _pieces(folder, data, tokens, kinds, bos=bos)
+    else:
+        found |= {KEY + "model": "gpt2", KEY + "pre": _pre_name(folder, data)}
     if template := _template(folder, settings):
         found["tokenizer.chat_template"] = template
     return found
+
+
+def _pieces(
+    folder: Path, data: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], *, bos: bool
+) -> dict[str, Value]:
+    """The model `llama`, whose scores say the merges; where none do, `gemma4`, which has merges, a BOS, no ▁ in front,
+    and no token of line ends and others."""
+    prefix = has_space_prefix(folder, data)
+    merges = [_pair(pair) if isinstance(pair, str) else tuple(pair) for pair in data["model"]["merges"]]
+    lines = all(set(text) == {"\n"} or "\n" not in text for text, kind in zip(tokens, kinds) if kind == NORMAL)
+    try:
+        scores = scores_of(folder, tokens, kinds, merges)
+    except Unsupported:
+        if prefix or not bos or not lines:
+            raise
+        return {KEY + "model": "gemma4"}
+    return {
+        KEY + "model": "llama",
+        KEY + "pre": "default",
+        KEY + "add_space_prefix": prefix,
+        KEY + "scores": scores,
+    }
 
 
 def _pair(merge: str) -> tuple[str, str]:
