@@ -175,12 +175,17 @@ def test_a_file_may_be_laid_out_in_any_way(tmp_path: Path, indent: int | None, l
         {"merges": ["a b c"]},
         {"merges": [7]},
         {"type": "WordLevel"},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL, {"type": "Split"}]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}]}},
+        {"pre_tokenizer": [BYTE_LEVEL]},
+        {"decoder": {"type": "ByteLevel", "trim_offsets": 7}},
     ],
 )
 def test_what_is_not_plain_is_left_to_the_package(tmp_path: Path, change: dict[str, Any]) -> None:
     made = big_tokenizer(300)
     made["added_tokens"] = []
-    made["model"] |= change
+    made |= {key: value for key, value in change.items() if key in made}
+    made["model"] |= {key: value for key, value in change.items() if key in made["model"]}
     data = json.dumps(made).encode()
     assert read_byte_level(data) is None
     assert read_byte_level(data[: len(data) // 2]) is None

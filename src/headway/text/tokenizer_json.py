@@ -62,7 +62,7 @@ def read_byte_level(data: bytes) -> ByteLevelFile | None:
     try:
         parts = _parts(data.decode())
         return None if parts is None else _read(*parts)
-    except (ValueError, LookupError, TypeError, AttributeError):  # it is not what it should be
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # it is not what it should be
         return None
 
 
@@ -71,18 +71,27 @@ def _read(rest: dict[str, Any], vocab: dict[str, int], merges: Iterator[Any]) ->
     added = _added(entries, vocab, rest.get("normalizer") is None)
     if added is None or not _is_plain(model) or not _is_byte_level(rest):
         return None
-    from tokenizers import Tokenizer
-
     letter = {"a": vocab["a"]} if "a" in vocab else {}
     small = rest | {"added_tokens": [], "model": model | {"vocab": letter, "merges": [], "unk_token": None}}
-    frame = Tokenizer.from_str(json.dumps(small))
-    if not cuts_anywhere(frame.pre_tokenizer):
+    frame = _made(small)
+    if frame is None or not cuts_anywhere(frame.pre_tokenizer):
         return None
     bpe = Bpe.build(_Strings(_by_id(vocab)), _Strings(map(_merge, merges)), MAX_TOKEN_CHARS)
     if bpe is None or not _never_unknown(model, bpe):
         return None
     special = frozenset(entry["id"] for entry in entries if entry["special"])
     return ByteLevelFile(bpe, added, special, frame, rest.get("normalizer") is not None, bool(model["ignore_merges"]))
+
+
+def _made(state: dict[str, Any]) -> tokenizers.Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(json.dumps(state))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic inside tokenizers is not an Exception
+        return None
 
 
 # --- the file in slices

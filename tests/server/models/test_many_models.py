@@ -516,6 +516,39 @@ def test_pages_that_were_asked_for_count_as_memory(folders: dict[str, Path], exp
             assert sum(model.bytes for model in served.models.all()) == len(fitting) * one
 
 
+def test_requests_at_once_for_an_unloaded_model_load_it_once(
+    folders: dict[str, Path], expected: dict[str, str]
+) -> None:
+    """Some of them leave while it loads; a stream that is cut later lets the model idle out."""
+    loader = Loader()
+    loader.gates["bob"] = gate = threading.Event()
+    sources = tuple(loader.source(path) for path in folders.values())
+    with many(ModelSources(sources, budget=1 << 30), loader, idle_timeout=0.3) as served:
+        found: list[str] = []
+        threads = [threading.Thread(target=lambda: found.append(served.said("bob"))) for _ in range(6)]
+        leaving = [http.client.HTTPConnection("127.0.0.1", served.port) for _ in range(6)]
+        for thread, connection in zip(threads, leaving, strict=True):
+            thread.start()
+            body = json.dumps({**ASKED, "model": "bob", "stream": True})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        model = served.models._named["bob"]
+        served.until(lambda: len(model.waiters) == 12)
+        for connection in leaving:
+            connection.close()
+        served.until(lambda: len(model.waiters) == 6)
+        gate.set()
+        for thread in threads:
+            thread.join(120)
+        assert found == [expected["bob"]] * 6
+        with Stream(served, "bob") as stream:
+            stream.event()
+            time.sleep(0.6)
+            assert served.states()["bob"] == "ready"  # a stream holds it
+        served.until(lambda: not served.loaded())
+        assert model.requests == 0
+        assert loader.opened == ["bob"]
+
+
 def test_requests_that_wait_for_a_model_are_bounded_and_may_leave(folders: dict[str, Path]) -> None:
     loader = Loader()
     loader.gates["bob"] = gate = threading.Event()

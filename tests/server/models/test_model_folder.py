@@ -11,7 +11,7 @@ from headway.base.errors import InvalidInput
 from headway.server.models import ModelSources
 from headway.server.models import sources as listing
 from headway.server.models.sources import is_inside
-from support.many_models import ASKED, Loader, alone, many, model_folders
+from support.many_models import ASKED, POSITIONS, Loader, alone, many, model_folders
 
 
 @pytest.fixture
@@ -60,6 +60,33 @@ def test_a_folder_may_change_while_it_is_served(root: Path) -> None:
         served.post("/v1/completions", **ASKED, model="gone")  # a 503 if nobody has noticed yet
         assert "gone" not in served.states()
         assert served.post("/v1/completions", **ASKED, model="gone").status == 404
+
+
+def test_a_model_that_was_repaired_is_tried_at_once(root: Path) -> None:
+    """Its failure and what was known of its files are those of the files that there were."""
+    loader = Loader()
+    config = (root / "ada" / "config.json").read_text()
+    broken = {"weights": "model.safetensors", "config": "config.json", "words": "tokenizer.json"}
+    for name, file in broken.items():
+        shutil.copytree(root / "ada", root / name)
+        (root / name / file).write_bytes((root / name / file).read_bytes()[:-20])
+    with many(ModelSources((), loader.folder(root), budget=1 << 30), loader) as served:
+        for name, file in broken.items():
+            answer = served.post("/v1/completions", **ASKED, model=name)
+            assert (answer.status, answer.error["code"]) == (503, "load_failed"), name
+            assert file in answer.error["message"]
+            assert str(root) not in answer.error["message"]
+            assert served.states()[name] == "failed"
+            again = served.post("/v1/completions", **ASKED, model=name)
+            assert again.error["code"] == "load_failed"  # and it was not tried again
+            shutil.copy(root / "ada" / file, root / name / file)
+            assert served.said(name) == alone(root / "ada")
+        assert served.models.failed_loads == len(broken)
+        assert served.get("/v1/models/ada").json["max_model_len"] == POSITIONS
+        changed = config.replace(f'"max_position_embeddings": {POSITIONS}', '"max_position_embeddings": 64')
+        assert changed != config
+        (root / "ada" / "config.json").write_text(changed)
+        assert served.get("/v1/models/ada").json["max_model_len"] == 64
 
 
 def test_a_model_that_became_a_link_is_not_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,9 @@ class ServedModels:
     async def lease(self, name: str | None, tenant: Tenant, *, is_session: bool = False) -> ModelLease:
         """A hold on the model with this name, which is loaded first if it has to be. Raises an `ApiError`."""
         model, adapter = await self.find(name)
+        if model.shown_state == "failed" and not self.is_single:
+            await self.refresh()  # its files may have been repaired
+            model, adapter = await self.find(name)
         if self.is_single:
             loaded = self._the_only(model, is_session=is_session)
         else:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headway.program.generation.speculation.drafter import Drafter
 
 LISTING_SECONDS = 1.0  # a folder is listed at most this often
+Stamp = tuple[tuple[str, int, int], ...]  # names, sizes and times of files
 OpenModel = Callable[[int | None, "LoadProgress"], "Engine"]  # with the bytes that it may take
 
 
@@ -60,13 +61,17 @@ class ModelSource:
     def name(self) -> str:
         return self.names[0]
 
-    @cached_property
+    @property
     def sizes(self) -> ModelSizes | None:
-        """What its headers say; None if they cannot be read."""
+        """What its headers say; None if they cannot be read, which may change."""
         try:
-            return self.read_sizes()
+            return self._read_sizes
         except (HeadwayError, OSError):
             return None
+
+    @cached_property
+    def _read_sizes(self) -> ModelSizes | None:
+        return self.read_sizes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,21 +132,25 @@ class ModelFolder:
         self.root, self._open, self._limit, self._keep = root.resolve(), open, limit, frozenset(keep)
         self._adapters, self._open_drafter = adapters, open_drafter
         self._listed: dict[str, ModelSource] = {}
+        self._stamps: dict[str, Stamp] = {}
         self._skipped: set[str] = set()  # entries that the log has mentioned
         self._read_at = -LISTING_SECONDS
 
     def sources(self) -> Mapping[str, ModelSource]:
-        """The models by name, as they are now; in a thread. A source stays the same while its entry does."""
+        """The models by name, as they are now; in a thread. A source stays the same while its files do."""
         if time.monotonic() - self._read_at < LISTING_SECONDS:
             return self._listed
         sources: dict[str, ModelSource] = {}
+        stamps: dict[str, Stamp] = {}
         for path in self._entries():
             name = path.name.removesuffix(".gguf") if path.suffix == ".gguf" else path.name
             if name in sources:
                 self._skip(path, "another entry has this name")
             else:
-                sources[name] = self._listed.get(name) or self._source(name, path)
-        self._listed, self._read_at = sources, time.monotonic()
+                stamps[name] = _stamp(path)
+                known = self._listed.get(name) if self._stamps.get(name) == stamps[name] else None
+                sources[name] = known or self._source(name, path)
+        self._listed, self._stamps, self._read_at = sources, stamps, time.monotonic()
         return sources
 
     def _entries(self) -> list[Path]:
@@ -195,6 +204,15 @@ def looks_like_model(path: Path) -> bool:
         return path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()
     except OSError:  # a loop of links
         return False
+
+
+def _stamp(path: Path) -> Stamp:
+    """What changes when a model's files do."""
+    try:
+        files = [path] if path.is_file() else sorted(path.iterdir())
+        return tuple((file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
+    except OSError:  # it is being changed
+        return ()
 
 
 def is_inside(path: Path, root: Path) -> bool:
