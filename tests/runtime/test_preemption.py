@@ -159,6 +159,40 @@ def test_long_prefills_that_do_not_fit_together_all_end_and_little_is_computed_t
             assert execution.result(0).token(handle) == plain(numbers(length, seed))
 
 
+@pytest.mark.parametrize("more", [1, 3])
+def test_what_was_computed_again_is_used_before_it_is_lost_again(more: int) -> None:
+    """Two contexts that do not fit together, each of which takes longer to come back than the other waits."""
+    length = 3 * 2 * PATIENCE
+    with scripted_engine(pages=length // 16 + 8, max_batch_tokens=3) as engine, by_hand(engine) as hand:
+        contexts, texts = [engine.context(), engine.context()], [list(numbers(length, seed)) for seed in range(2)]
+        running = [greedy(context, text) for context, text in zip(contexts, texts, strict=True)]
+        for turn in range(1 + more):
+            hand.until(*(execution for execution, _ in running), limit=6 * length)
+            for n, (execution, handle) in enumerate(running):
+                texts[n].append(execution.result(0).token(handle))
+                assert texts[n][-1] == plain(texts[n][:-1])
+                if turn < more:
+                    running[n] = greedy(contexts[n], texts[n][-1:])
+        assert engine.stats().tokens <= 2 * (1 + more) * (length + 16)
+
+
+def test_generations_that_do_not_fit_together_all_end() -> None:
+    length = 4 * PATIENCE
+
+    async def one(engine: hw.Engine, seed: int) -> list[int]:
+        async with engine.context() as context:
+            context.fill(numbers(length, seed))
+            return await context.generate(hw.Argmax(), max_tokens=7).tokens()
+
+    async def both(engine: hw.Engine) -> list[list[int]]:
+        return await asyncio.wait_for(asyncio.gather(*(one(engine, seed) for seed in range(2))), 60)
+
+    with scripted_engine(pages=length // 16 + 4, max_batch_tokens=1) as engine:
+        for seed, tokens in enumerate(engine.run(both)):
+            assert tokens == continued(numbers(length, seed), 7)
+        assert engine.stats().tokens <= 2 * 8 * (length + 16)
+
+
 def test_a_higher_bid_may_undo_the_work_of_a_running_prefill() -> None:
     length = 8 * 3 * PATIENCE
     with scripted_engine(pages=length // 16 + 8, max_batch_tokens=8) as engine, by_hand(engine) as hand:

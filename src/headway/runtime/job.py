@@ -69,6 +69,7 @@ class Job:
     replay_pages: list[int] = field(default_factory=list)
     replayed: int = 0
     replay_from: int = 0  # where the replay began
+    resumed: bool = False  # whether its old slots are there again, and nothing of its own was computed since
     written_from: int = 0  # slots before it have their keys and values: the replay computes their state alone
     state: StateCheckpoint | None = None  # the recurrent state that its next rows start from, pinned
     row_states: list[StateCheckpoint] = field(default_factory=list)  # of decode rows in flight, to write, pinned
@@ -139,9 +140,10 @@ class Job:
 
     @property
     def has_progress(self) -> bool:
-        """Whether preempting it would lose tokens that it has computed and nobody else can use yet."""
-        done = self.done > self.hits * self.table.page_size or self.replayed > self.replay_from
-        return self.started and not self.decodes and done
+        """Whether preempting it would lose tokens that it has computed and nobody else can use yet: its own, or old
+        slots that it has computed again and that have been of no use yet."""
+        own = not self.decodes and self.done > self.hits * self.table.page_size
+        return self.started and (own or self.resumed or self.replayed > self.replay_from)
 
     def result(self) -> PassResult:
         """Its values and statistics, once it has succeeded."""
@@ -167,7 +169,7 @@ class Job:
     def reset(self) -> None:
         """Back to the start. Only `KVCache.give_back` calls this, after it has freed what the job held."""
         self.done = self.replayed = self.replay_from = self.written_from = self.hits = 0
-        self.started, self.replay, self.chunk, self.state = False, None, None, None
+        self.started, self.resumed, self.replay, self.chunk, self.state = False, False, None, None, None
         self.is_reading, self.reader = False, None
         self.pages, self.replay_pages, self.keys, self.row_states, self.saved = [], [], [], [], []
         self.values.clear()

@@ -133,6 +133,7 @@ class KVCache:
         """The old slots of a table are computed again."""
         job.table.resume(job.replay_pages)
         job.replay, job.replay_pages, job.replayed, job.replay_from = None, [], 0, 0
+        job.resumed = True
 
     def computed(self, job: Job) -> None:
         """A chunk is done: others can find its whole pages already."""

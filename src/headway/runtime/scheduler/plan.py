@@ -375,7 +375,7 @@ class Scheduler:
             self._apply_replay(job, chunk, result)
             return
         job.values.update(result.values)
-        job.done = chunk.stop
+        job.done, job.resumed = chunk.stop, False
         if job.decodes:
             self._apply_decode_pass(job, result)
             return
