@@ -12,6 +12,8 @@
         num_gpus=1,
     )
 
+With `tensor_parallel=N` among the arguments, Ray must be told `num_gpus=N`, or as many CPUs.
+
 Each row keeps its columns and gets two more: `result`, as JSON text, and `error`, the reason of a row that has none.
 The seed of a row derives from its key, or from its contents where no column is the key: the same for any number of
 actors.
