@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers.convert_slow_tokenizer import generate_merges
+from tokenizers import Tokenizer, models
 
 import headway as hw
 from headway.models.files.weights import GgufWeights, open_weights
@@ -25,6 +22,7 @@ from support.gguf_families import write_family
 from support.gguf_recurrent import recurrent_model, write_recurrent
 from support.hf import build_hf, random_hf, save_hf
 from support.hf_families import family_model
+from support.tokenizer_folders import byte_level, pieces
 
 QUICK = ("gemma3-pattern", "phi3", "granite-moe", "llama4-published")
 SLOW = (
@@ -135,25 +133,6 @@ def test_matrices_of_recurrent_layers_are_quantized(
         assert np.corrcoef(all_logits(engine, tokens).ravel(), reference_logits(model, tokens).ravel())[0, 1] > 0.99
 
 
-def byte_level(folder: Path, pre: str) -> Tokenizer:
-    """A small tokenizer in the folder, pre-tokenized as `pre` says, with a chat template."""
-    how = PRE_TOKENIZERS[pre]
-    tokenizer = Tokenizer(models.BPE(ignore_merges=how.ignore_merges))
-    steps = [pre_tokenizers.Split(Regex(step), "isolated") for step in how.steps]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    if how.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
-    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
-    tokenizer.add_tokens(["<tool>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ messages[0].content }}!"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return tokenizer
-
-
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2"])
 def test_a_file_brings_its_tokenizer_and_template(pre: str, tmp_path: Path) -> None:
     _, model = random_hf("qwen2", 1, vocab_size=330)
@@ -171,46 +150,6 @@ def test_a_file_brings_its_tokenizer_and_template(pre: str, tmp_path: Path) -> N
     assert fields["tokenizer.chat_template"].contents() == "{{ messages[0].content }}!"
     assert fields["tokenizer.ggml.eos_token_id"].contents() == tokenizer.token_to_id("</s>")
     assert len(fields["tokenizer.ggml.tokens"].contents()) == 330
-
-
-def pieces(folder: Path, *, prefix: bool) -> tuple[Tokenizer, Any]:
-    """A small tokenizer by SentencePiece, in the folder as transformers converts it, and SentencePiece's own."""
-    words = io.BytesIO()
-    text = Path(__file__).read_text()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text.splitlines()),
-        model_writer=words,
-        model_type="bpe",
-        vocab_size=420,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=prefix,
-        user_defined_symbols=["<tool>"],
-        minloglevel=2,
-    )
-    own = sentencepiece.SentencePieceProcessor(model_proto=words.getvalue())
-    vocab = {own.id_to_piece(i): i for i in range(own.get_piece_size())}
-    scores = {piece: own.get_score(i) for piece, i in vocab.items()}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=generate_merges(vocab, scores, ["<unk>", "<s>", "</s>", "<tool>"]),
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    replace = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return tokenizer, own
 
 
 @pytest.mark.parametrize("prefix", [True, False])

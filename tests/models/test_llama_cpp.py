@@ -5,6 +5,7 @@ Needs a Python with llama-cpp-python in HEADWAY_TEST_LLAMA_PYTHON; `make test-al
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 import headway as hw
 from headway.models.quantized.write import quantize_model
+from headway.text.gguf_metadata import gguf_metadata
+from headway.text.gguf_vocab import PRE_TOKENIZERS, PreTokenizer
 from support.checks import all_logits, random_tokens
 from support.gguf_deepseek import FILES, write_deepseek
 from support.gguf_families import write_family
@@ -24,6 +27,7 @@ from support.gguf_recurrent import recurrent_model, write_recurrent
 from support.hf import build_hf, random_hf, save_hf
 from support.hf_families import CASES, family_model
 from support.quantized_files import mxfp4
+from support.tokenizer_folders import byte_level, pieces
 
 PYTHON = os.environ.get("HEADWAY_TEST_LLAMA_PYTHON") or None
 SCRIPT = Path(__file__).parents[1] / "support" / "llama_logits.py"
@@ -87,17 +91,15 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 
 def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
-    assert PYTHON is not None
     out = path.with_suffix(".npy")
-    done = subprocess.run(
-        [PYTHON, str(SCRIPT), str(path), ",".join(map(str, tokens)), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    _run(SCRIPT, path, ",".join(map(str, tokens)), out)
     return np.load(out)
+
+
+def _run(script: Path, *arguments: object) -> None:
+    command = [str(PYTHON), str(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def near(name: str) -> float:
@@ -187,6 +189,35 @@ def test_quantized_files_are_read_by_llama_cpp(to: str, tmp_path: Path) -> None:
     theirs = llama_logits(tmp_path / "out.gguf", tokens)
     with hw.Engine(tmp_path / "out.gguf", pages=8, threads=1, dtype="float32") as engine:
         assert_near(all_logits(engine, tokens), theirs, 0.08)  # it quantizes activations; of K kinds 256 in a group
+
+
+TEXTS = (
+    "def test(): 12345",
+    "Ünïcödé 🙂 it's\n\n  IT'S DON'T",
+    "a  b   c\t\td",
+    "日本語 中文 ١٢٣ ½",
+    "x" * 50 + " 9876",
+)
+RULES = ("gpt-2", "llama-bpe", "qwen2", "qwen35", "gpt-4o", "tekken", "deepseek-v3", "deepseek-llm", "command-r")
+
+
+@pytest.mark.parametrize("kind", [*RULES, "pieces", "pieces-prefixed"])
+def test_tokenizers_of_folders(kind: str, tmp_path: Path) -> None:
+    _, model = random_hf("llama", 1, vocab_size=430)
+    folder, path = save_hf(tmp_path, model), tmp_path / "out.gguf"
+    if kind in RULES:
+        byte_level(folder, kind)
+    else:
+        pieces(folder, prefix=kind == "pieces-prefixed")
+    quantize_model(folder, "F32", path, vocabulary=gguf_metadata(folder, 430))
+    texts = [*TEXTS, Path(__file__).read_text()[:2000]]
+    if not PRE_TOKENIZERS.get(kind, PreTokenizer(())).nfc:  # llama.cpp composes no characters
+        texts.append("e\u0301")
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    _run(SCRIPT.with_name("llama_ids.py"), path, tmp_path / "texts.json", tmp_path / "ids.json")
+    with hw.Engine(path, pages=8, threads=1) as engine:
+        for text, ids in zip(texts, json.loads((tmp_path / "ids.json").read_text()), strict=True):
+            assert engine.tokenizer.encode(text) == ids, text
 
 
 def _no_vocabulary(writer: gguf.GGUFWriter) -> None:
