@@ -21,7 +21,13 @@ from headway.server.api.response_schema import whole_or_stream
 from headway.server.errors import bad_request, fields_named
 from headway.server.llama_server.output import NativeJob, NativeText
 from headway.server.llama_server.prompts import SCHEMA, read_native_prompts
-from headway.server.llama_server.request_schema import NativeFields, native_extras, native_limit, sampling_fields
+from headway.server.llama_server.request_schema import (
+    NativeFields,
+    check_aliases,
+    native_extras,
+    native_limit,
+    sampling_fields,
+)
 from headway.server.models import requested_model
 from headway.server.openai.completions import plan_completion
 from headway.server.serving import Serving
@@ -44,6 +50,7 @@ async def completion(body: NativeCompletionRequest, request: Request) -> Respons
     """What follows a prompt, as clients of llama-server ask for it, whole or as server-sent events."""
     serving: Serving = request.app.state.serving
     tenant, lease = serving.tenant(request), await requested_model(request, body.model)
+    check_aliases(body)
     with serving.queue_slot(tenant), fields_named(FIELDS):
         check = RequestChecks(serving, lease.engine)
         asked, limits = await check.threads.run(_completion, body, check)

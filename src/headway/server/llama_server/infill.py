@@ -24,7 +24,13 @@ from headway.server.api.respond import respond
 from headway.server.api.response_schema import whole_or_stream
 from headway.server.errors import fields_named
 from headway.server.llama_server.output import NativeJob, NativeText
-from headway.server.llama_server.request_schema import NativeFields, native_extras, native_limit, sampling_fields
+from headway.server.llama_server.request_schema import (
+    NativeFields,
+    check_aliases,
+    native_extras,
+    native_limit,
+    sampling_fields,
+)
 from headway.server.models import requested_model
 from headway.server.openai.completions import plan_completion
 from headway.server.serving import Serving
@@ -58,6 +64,7 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     """What is between `input_prefix` and `input_suffix`, by a model with tokens for that; others refuse."""
     serving: Serving = request.app.state.serving
     tenant, lease = serving.tenant(request), await requested_model(request, body.model)
+    check_aliases(body)
     with serving.queue_slot(tenant), fields_named(FIELDS):
         check = RequestChecks(serving, lease.engine)
         asked = await check.threads.run(_completion, body, check)

@@ -29,6 +29,7 @@ from headway.server.openai.completions import CompletionExtras
 SHARED = tuple(name for name in SamplingFields.model_fields if name not in ("seed", "logit_bias", "repeat_penalty"))
 ANY_SEED = (-1, 0xFFFFFFFF)
 ALIASES = {"max_tokens": "n_predict", "max_completion_tokens": "n_predict", "n": "n_cmpl", "logprobs": "n_probs"}
+LONGEST_MS = 10**12  # a time limit beyond it is none
 _VALUE = {"anyOf": [{"type": "number"}, {"const": False}]}
 BIAS: dict[str, Any] = {
     "anyOf": [
@@ -98,33 +99,41 @@ class NativeFields(SamplingFields):
 
 def unaliased(body: NativeFields, *names: str) -> dict[str, Any]:
     """The values of fields that have other names too: from the name that is set."""
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name in names:
         given = {one: getattr(body, one) for one in (name, *ALIASES) if one == name or ALIASES[one] == name}
         given = {one: value for one, value in given.items() if value is not None}
         if len(set(given.values())) > 1:
             first, second = list(given)[:2]
-            raise bad_request(f"{first} is {given[first]} and {second} is {given[second]}; pass one of them", second)
-        values[name] = next(iter(given.values()), None)
-    return values
+            values = f"{first} is {given[first]!r:.60} and {second} is {given[second]!r:.60}"
+            raise bad_request(f"{values}; pass one of them", second)
+        found[name] = next(iter(given.values()), None)
+    return found
+
+
+def check_aliases(body: NativeFields) -> None:
+    """Raise where a field and another name of it say different things."""
+    unaliased(body, *ALIASES.values())
 
 
 def native_limit(body: NativeFields, longest: int, check: RequestChecks, field: str) -> int:
     """How many tokens may be generated after a prompt of so many."""
     given = unaliased(body, "n_predict")["n_predict"]
     if given is not None and given < -1:
-        raise bad_request(f"n_predict is {given}; it must be -1 (no limit) or at least 0", "n_predict", "out_of_range")
+        raise bad_request(
+            f"n_predict is {given!r:.60}; it must be -1 (no limit) or at least 0", "n_predict", "out_of_range"
+        )
     limit = check.max_new_tokens(longest, None if given == -1 else given, body.min_tokens or 0, field)
     return 0 if given == 0 else limit
 
 
 def native_extras(body: NativeFields, lease: ModelLease, limits: tuple[int, ...]) -> CompletionExtras:
     """What the request asks of a completion beyond OpenAI's fields. `limits` are those of its prompts."""
-    seconds, indent = (body.t_max_predict_ms or 0) / 1000, body.n_indent or 0
     for name in ("n_indent", "n_discard"):
         _check_low(name, getattr(body, name), 0)
     for name in ("t_max_predict_ms", "n_keep"):
         _check_low(name, getattr(body, name), -1)
+    seconds, indent = min(body.t_max_predict_ms or 0, LONGEST_MS) / 1000, body.n_indent or 0
     return CompletionExtras(
         cut=(lambda: LineLimits(max(0.0, seconds), indent)) if seconds > 0 or indent > 0 else None,
         warms=True,
@@ -136,7 +145,7 @@ def native_extras(body: NativeFields, lease: ModelLease, limits: tuple[int, ...]
 
 def _check_low(name: str, value: int | None, low: int) -> None:
     if value is not None and value < low:
-        raise bad_request(f"{name} is {value}; it must be an integer of at least {low}", name, "out_of_range")
+        raise bad_request(f"{name} is {value!r:.60}; it must be an integer of at least {low}", name, "out_of_range")
 
 
 def _adapters(given: list[ScaledAdapter], lease: ModelLease) -> tuple[Any, ...]:
@@ -147,10 +156,11 @@ def _adapters(given: list[ScaledAdapter], lease: ModelLease) -> tuple[Any, ...]:
     for i, one in enumerate(given):
         if not 0 <= one.id < len(known):
             raise bad_request(
-                f"lora[{i}].id is {one.id}; GET /lora-adapters lists the {len(known)} adapters of this model", "lora"
+                f"lora[{i}].id is {one.id!r:.60}; GET /lora-adapters lists the {len(known)} adapters of this model",
+                "lora",
             )
         if one.id in mixed:
-            raise bad_request(f"lora has the id {one.id} twice; pass one scale for each", "lora")
+            raise bad_request(f"lora has the id {one.id!r:.60} twice; pass one scale for each", "lora")
         mixed[one.id] = (known[one.id].adapter, one.scale)
     return tuple(pair for pair in mixed.values() if pair[1])
 

@@ -35,6 +35,7 @@ from headway.text.replies.parts import Content
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 CONCURRENT_PROMPTS = 16  # of one request
+CONCURRENT_SEQUENCES = 64  # of one request with several prompts: more would wait for each other's pages
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -224,7 +225,7 @@ class CompletionJob:
         return self._limits
 
     async def run(self, put: Put[SequenceDelta]) -> None:
-        gate = asyncio.Semaphore(CONCURRENT_PROMPTS)
+        gate = asyncio.Semaphore(max(1, min(CONCURRENT_PROMPTS, CONCURRENT_SEQUENCES // self._plan.width)))
         await run_all(self._prompt(i, prompt, put, gate) for i, prompt in enumerate(self._prompts))
 
     async def _prompt(self, number: int, prompt: Prompt, put: Put[SequenceDelta], gate: asyncio.Semaphore) -> None:
