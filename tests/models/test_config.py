@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,12 @@ def test_gguf_metadata_means_the_same_model_as_config_json() -> None:
     assert from_gguf(gguf("qwen3"), set()).qk_norm
     words = gguf(**{"vocab_size": None}) | {"tokenizer.ggml.tokens": ["a", "b", "c"]}
     assert from_gguf(words, set()).vocab_size == 3
+
+
+def test_mistral_small_in_gguf_has_ministrals_name_and_all_of_its_context() -> None:
+    config = from_gguf(gguf("mistral3", **{"attention.key_length": 32}), {"output.weight"})
+    assert (config.family, config.max_positions, config.limit_reason) == ("ministral3", 512, "")
+    assert config == replace(from_gguf(gguf(**{"attention.key_length": 32}), {"output.weight"}), family="ministral3")
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

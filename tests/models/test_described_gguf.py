@@ -27,6 +27,7 @@ QUICK = (
     "gemma4-experts",
     "olmo3",
     "phi3-longrope",
+    "ministral3",
 )
 SLOW = (
     *(

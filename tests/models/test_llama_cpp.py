@@ -49,6 +49,7 @@ FAMILIES = (
         "phi",
         "glm",
         "phi3-longrope",
+        "ministral3",
         "olmo3",
         "gemma3n-published",
         "gemma4",

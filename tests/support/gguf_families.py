@@ -24,6 +24,7 @@ ARCHS = {
     "gemma2": A.GEMMA2,
     "gemma3_text": A.GEMMA3,
     "phi3": A.PHI3,
+    "ministral3": A.MISTRAL3,
     "olmo2": A.OLMO2,
     "smollm3": A.SMOLLM3,
     "granite": A.GRANITE,
@@ -47,7 +48,7 @@ ARCHS = {
     "gemma3n_text": A.GEMMA3N,
     "gemma4_text": A.GEMMA4,
 }
-PERMUTED = ("smollm3", "granite", "granitemoe", "mixtral")
+PERMUTED = ("ministral3", "smollm3", "granite", "granitemoe", "mixtral")
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 STREAMS = re.compile(r"(model\.altup_\w*projections)\.(\d+)\.weight")
 HEADS = re.compile(r"(.*\.[qk]_layernorm)\.norms\.(\d+)\.weight")
@@ -235,6 +236,9 @@ def _more_keys(writer: gguf.GGUFWriter, c: Any) -> None:
         writer.add_rope_dimension_count_swa(c.head_dim)
         if c.enable_moe_block:
             writer.add_expert_used_count(c.top_k_experts)
+    if c.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(c.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(c.rope_parameters["llama_4_scaling_beta"])
     if c.model_type in ("gpt_oss", "llama4_text"):
         writer.add_expert_feed_forward_length(c.intermediate_size)
     if c.model_type == "llama4_text":

@@ -53,7 +53,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "Ministral3": {
         "ministral3": {
             "head_dim": 16,
-            "rope_parameters": {**YARN, "original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.3},
+            "rope_parameters": {
+                **YARN,
+                **{"original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.3},
+                **{"mscale": 1.0, "mscale_all_dim": 1.0},
+            },
         },
     },
     "Phi3": {

@@ -18,7 +18,6 @@ GGUF_ROPE_EXTRAS = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
-    LOG_MULTIPLIER: 0.0,
     "rope.scaling.alpha": 0.0,
 }
 
@@ -147,8 +146,6 @@ def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False, 
     if short_factors:
         return _gguf_longrope(keys, dim, theta)
     for key, plain in GGUF_ROPE_EXTRAS.items():
-        if latent and key == LOG_MULTIPLIER:
-            continue
         if (value := keys.get(key)) is not None and value != plain:
             raise Unsupported(f"GGUF: {keys.prefix}{key} is {value!r}; only {plain}, or no such key, is supported")
     kind = keys.get("rope.scaling.type") or "default"
@@ -162,8 +159,11 @@ def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False, 
         "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
     }
+    multiplier = keys.float(LOG_MULTIPLIER, 0.0)
     if latent:
-        renamed |= {"attention_factor": 1.0, "mscale_all_dim": 10 * keys.float(LOG_MULTIPLIER, 0.0)}
+        renamed |= {"attention_factor": 1.0, "mscale_all_dim": 10 * multiplier}
+    elif multiplier:
+        renamed |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     return _rope(Keys(renamed, "GGUF, rope scaling"), kind, dim, theta, keys.int("context_length"))
 
 

@@ -1,4 +1,7 @@
-"""Ministral 3: Mistral with yarn. Its queries grow with their position beyond the length of its training."""
+"""Ministral 3: Mistral with yarn. Its queries grow with their position beyond the length of its training.
+
+GGUF files of Mistral Small 3 have its name too.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,16 @@ def describe(keys: Keys, config: ModelConfig) -> ModelConfig:
     if not isinstance(scaling, dict):
         raise BadModelFile("config.json has neither rope_parameters nor rope_scaling, which this architecture needs")
     rope = Keys(scaling, "config.json, rope parameters")
-    original = rope.size("original_max_position_embeddings")
-    if not rope.float("llama_4_scaling_beta") or config.max_positions <= original:
+    return _limited(config, rope.float("llama_4_scaling_beta"), rope.size("original_max_position_embeddings"))
+
+
+def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelConfig:
+    """The same, or Mistral Small 3, whose queries do not grow."""
+    return _limited(config, keys.float("attention.temperature_scale", 0.0), config.rope.original_positions)
+
+
+def _limited(config: ModelConfig, growth: float, original: int) -> ModelConfig:
+    if not growth or config.max_positions <= original:
         return config
     why = f"queries grow with their position from there to {config.max_positions}, which is not supported"
     return replace(config, max_positions=original, limit_reason=why)
@@ -32,10 +43,12 @@ FAMILY = Family(
     architectures=("Ministral3ForCausalLM",),
     model_types=("ministral3",),
     outer={"Mistral3ForConditionalGeneration": "ministral3"},
-    gguf=None,
+    gguf="mistral3",
+    interleaved_gguf=True,
     window="given",
     head_dim=128,
     kv_heads=8,
     eps=1e-5,
     describe=describe,
+    describe_gguf=describe_gguf,
 )
