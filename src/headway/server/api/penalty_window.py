@@ -27,8 +27,8 @@ def penalty_fields(last: int | None, fields: Mapping[str, Any], engine: Engine, 
         return dict(PENALTIES)
     reason = "presence and frequency penalties count the generated tokens" if last == -1 else "penalties have no window"
     raise bad_request(
-        f"{where} is {last!r:.60}, and {reason} here: remove it, pass 0 for no penalty, or -1 with repeat_penalty alone "
-        "for all tokens",
+        f"{where} is {last!r:.60}, and {reason} here: remove it, pass 0 for no penalty, or -1 with repeat_penalty "
+        "alone for all tokens",
         where,
         "unsupported",
     )
