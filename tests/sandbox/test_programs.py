@@ -355,6 +355,49 @@ def test_a_program_runs_for_a_time_at_most(guest: Path) -> None:
     assert events[-1]["error"] == "it ran longer than 0.5 seconds"
 
 
+NESTED = """
+import json
+async def main(engine, depth, how):
+    value = json.loads("[" * depth + "]" * depth)
+    if how == "publish":
+        await engine.session.publish("topic", value)
+    elif how == "send":
+        engine.session.send(value)
+    elif how == "return":
+        return value
+"""
+
+
+@pytest.mark.parametrize("how", ["publish", "send", "return"])
+def test_values_that_are_nested_deeply_are_refused_and_never_an_error_of_the_server(
+    ann: ProgramServer, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    statuses = set()
+    for depth in (100, 700, *range(760, 960, 25), 962, 970, 974, 976, 978, 1000, 2000):
+        ended = ann.run(NESTED, depth=depth, how=how)
+        statuses.add(ended["status"])
+        assert ended["status"] == "returned" or re.search("deeply|recursion", ended["error"]), ended["error"]
+        assert depth > 700 or ended["status"] == "returned"
+        assert ann.ask("GET", f"/v1/programs/{ended['id']}").status == 200
+        assert ann.ask("GET", "/v1/programs").status == 200
+    assert "returned" in statuses
+    assert len(statuses) > 1
+    assert not [line for line in caplog.records if "failed" in line.message]
+
+
+def test_a_message_that_is_nested_deeply_is_refused(ann: ProgramServer) -> None:
+    id = ann.start("async def main(engine):\n    while await engine.session.receive(): pass")
+    statuses = []
+    for depth in (100, 700, *range(760, 980, 2), 2000):
+        body = b'{"value": ' + b"[" * depth + b"]" * depth + b"}"
+        answer = ann.post_bytes(f"/v1/programs/{id}/messages", body)
+        assert answer.status == 200 or "nested too deeply" in answer.error["message"], answer.body[:200]
+        statuses.append(answer.status)
+    assert statuses == sorted(statuses)
+    assert {*statuses} == {200, 400}
+    ann.ask("DELETE", f"/v1/programs/{id}")
+
+
 def test_output_waits_for_a_reader_and_drops_without_one() -> None:
     async def trial() -> None:
         output = ProgramOutput(400)
@@ -378,7 +421,7 @@ def test_output_waits_for_a_reader_and_drops_without_one() -> None:
 async def _add(output: ProgramOutput, count: int) -> None:
     for n in range(count):
         await output.add("print", text=f"{n:03}")
-    await output.add("end", status="returned", value=None)
+    await output.add("end", "null", status="returned")
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ class ProgramServer:
     def ask(self, method: str, path: str, **body: Any) -> Any:
         return self.served.ask(method, path, body or None, self._headers)
 
+    def post_bytes(self, path: str, body: bytes) -> Any:
+        """A body that need not be JSON."""
+        return self.served.ask("POST", path, body, self._headers)
+
     def start(self, source: str, **args: Any) -> str:
         """Start a program; its id."""
         answer = self.ask("POST", "/v1/programs", source=source, args=args)

@@ -7,9 +7,11 @@ import socket
 from typing import Any
 
 from headway.base.dataclass import dataclass
+from headway.base.errors import InvalidInput
 
 LENGTH = 8  # bytes of a frame's length, little endian
 MIB = 1 << 20
+MARGIN = 200  # levels of nesting that are left for what a value is put into, and for the stacks on which it is written
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,17 @@ def receive_exactly(of: socket.socket, size: int) -> bytes | None:
             return None
         got += n
     return bytes(data)
+
+
+def json_text(value: Any) -> str:
+    """A value of a program as JSON; raises if it is nested so deeply that another stack could not read or write it."""
+    inside = value
+    for _ in range(MARGIN):
+        inside = [inside]
+    try:
+        return json.dumps(inside)[MARGIN:-MARGIN]
+    except RecursionError:
+        raise InvalidInput("the value is nested too deeply; make it flatter") from None
 
 
 def send_json(to: socket.socket, value: Any) -> None:

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headway.base.errors import HeadwayError
-from headway.sandbox.limits import LENGTH, ProgramLimits
+from headway.base.errors import HeadwayError, InvalidInput
+from headway.sandbox.limits import LENGTH, ProgramLimits, json_text
 
 RETRY = 0.005  # seconds
 LARGE = 64 << 10  # bytes from which on JSON is read in a thread
@@ -222,8 +222,8 @@ def _outcome(given: Any) -> dict[str, Any] | None:
 def _returned(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        json.dumps([[[[value]]]])  # it will be sent inside something
-    except RecursionError:
+        json_text(value)
+    except (RecursionError, InvalidInput):
         return {"stopped": "what it returned is nested too deeply"}
     except ValueError:
         return {"stopped": "what it returned is not JSON"}

@@ -26,9 +26,11 @@ class ProgramOutput:
         self._released = False
         self.ended = False
 
-    async def add(self, type: str, **values: Any) -> None:
-        """Add an event; waits while a reader would lose one."""
+    async def add(self, type: str, value: str | None = None, **values: Any) -> None:
+        """Add an event, with a value that is JSON already; waits while a reader would lose one."""
         rest = json.dumps({"type": type, **values})[1:]
+        if value is not None:
+            rest = f'{rest[:-1]}, "value": {value}}}'
         size = len(rest) + NUMBER
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room(size))

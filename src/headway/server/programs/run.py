@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import InvalidInput
+from headway.sandbox.limits import json_text
 from headway.server.keys import Tenant
 from headway.server.programs.output import ProgramOutput
 from headway.server.settings import ServerSettings
@@ -34,7 +35,7 @@ class Messages:
 
     def offer(self, value: Any) -> bool:
         """Add a value if there is room for it."""
-        return self._offer(json.dumps(value))
+        return self._offer(json_text(value))
 
     def _offer(self, text: str) -> bool:
         if not self._closed and self._texts and (len(self._texts) >= WAITING or self._bytes + len(text) > self._limit):
@@ -46,7 +47,7 @@ class Messages:
 
     async def put(self, value: Any) -> None:
         """Add a value once there is room for it."""
-        await self.put_text(json.dumps(value))
+        await self.put_text(json_text(value))
 
     async def put_text(self, text: str) -> None:
         """The same for a value that is JSON already."""
@@ -151,7 +152,7 @@ class Run:
 
     async def publish(self, topic: str, value: Any) -> int:
         """Give a value to the subscribers of a topic once each has room for it; how many there are."""
-        text, most = json.dumps(value), self._most_bytes
+        text, most = json_text(value), self._most_bytes
         if len(text) > most:
             raise InvalidInput(f"the message has {len(text)} bytes of JSON; max_program_output is {most}")
         if self._publishing + len(text) > most:
@@ -179,5 +180,6 @@ class Run:
             self.error = value
         await self.output.release()
         self.status = status
-        result = {"value": value} if status == "returned" else {"error": value}
-        await self.output.add("end", status=status, **result, seconds=round(self.seconds, 3), cpu_seconds=round(cpu, 3))
+        text, told = (json_text(value), {}) if status == "returned" else (None, {"error": value})
+        seconds, used = round(self.seconds, 3), round(cpu, 3)
+        await self.output.add("end", text, status=status, **told, seconds=seconds, cpu_seconds=used)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.text import short_repr
 from headway.remote.protocol.codec import BadMessage
+from headway.sandbox.limits import json_text
 from headway.server.sessions.verbs import verb
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ async def program_print(session: Session, text: str) -> None:
 
 @verb
 async def program_send(session: Session, value: Any) -> None:
-    await _run(session).output.add("message", value=value)
+    await _run(session).output.add("message", json_text(value))
 
 
 @verb
