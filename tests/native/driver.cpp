@@ -221,18 +221,21 @@ struct Adapters {
   std::vector<hw_adapter> each;
   std::vector<int32_t> rows;
 
-  Adapters(Memory& m, const Shape& s, int layers, int T) {
-    const int wide = s.heads * s.head_dim, narrow = s.kv_heads * s.head_dim;
-    auto pair = [&](int n, int k) {
+  Adapters(Memory& m, const hw_layer* layer, int layers, int T) {
+    auto pair = [&](const hw_matrix& w) {
+      if (!w.n) return hw_low_rank{};
       const int ranks[] = {0, 1, 16, 21}, rank = ranks[below(4)], kind = below(2) ? HW_F32 : HW_F16;
-      const size_t a = (size_t)up(rank, 16) * k, b = (size_t)up(n, 16) * rank;
+      const size_t a = (size_t)up(rank, 16) * w.k, b = (size_t)up(w.n, 16) * rank;
       const void* at[2] = {kind == HW_F32 ? (void*)m.floats(a) : m.halves(a), kind == HW_F32 ? (void*)m.floats(b) : m.halves(b)};
       return hw_low_rank{rank, kind, 0.1f, at[0], at[1]};
     };
     for (int count = below(4); count > 0; count--) {
+      int l = 0;
       hw_adapter_layer* weights = m.make<hw_adapter_layer>(layers, [&] {
-        return hw_adapter_layer{pair(wide, s.hidden), pair(narrow, s.hidden), pair(narrow, s.hidden), pair(s.hidden, wide),
-                                pair(s.inner, s.hidden), pair(s.inner, s.hidden), pair(s.hidden, s.inner)};
+        const hw_layer& w = layer[l++];
+        return hw_adapter_layer{pair(w.q), pair(w.k), pair(w.v), pair(w.o), pair(w.gate), pair(w.up), pair(w.down),
+                                pair(w.attention_gate), pair(w.mix_in), pair(w.mix_qkv), pair(w.mix_beta), pair(w.mix_step), pair(w.mix_gate), pair(w.mix_out),
+                                pair(w.q_down), pair(w.q_up), pair(w.kv_down)};
       });
       const int first = (int)rows.size();
       for (int r = below(2); r < T; r += 1 + below(3)) rows.push_back(r);
@@ -374,7 +377,7 @@ Results step(const Shape& s, int threads, int seed = 0) {
   float* likely = m.floats(reads * stride);
   int64_t* best = m.make<int64_t>(reads, [] { return -1; });
   uint8_t* bad = m.bytes(reads);
-  const Adapters adapters(m, s, LAYERS, T);
+  const Adapters adapters(m, layers, LAYERS, T);
   hw_step work{T, s.segments, 2, hooks, hooks, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
                m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(asked), m.copy(which), queries,
                out, phases, m.copy(read), likely, stride, best, bad, (int)adapters.each.size(), (int)adapters.rows.size(),

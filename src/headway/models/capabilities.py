@@ -7,9 +7,22 @@ from headway.base.errors import Unsupported
 from headway.kernels.host.attention import ChunkWindow
 from headway.models.config import ModelConfig
 from headway.models.families import is_llama_like
-from headway.models.weights.shapes import has_experts
+from headway.models.weights.shapes import layer_shapes
 
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
+# Linear layers that adapters may change: these, and those of gated attention, recurrent layers and latent attention.
+ADAPTED = (
+    *ATTENTION,
+    *FEED_FORWARD,
+    "attention_gate",
+    "mix_in",
+    "mix_qkv",
+    "mix_beta",
+    "mix_step",
+    "mix_gate",
+    "mix_out",
+)
+ADAPTED += ("q_down", "q_up", "kv_down")
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,6 @@ class Capabilities:
         """Of a model of this config; one that is split over ranks has float weights."""
         split = tensor_parallel > 1
         plain = is_llama_like(config)
-        dense = any(not has_experts(config, layer) for layer in range(config.layers))
-        mlp = FEED_FORWARD if config.description.gated else FEED_FORWARD[1:]
-        mlp = () if config.description.no_feed_forward or not dense else mlp
         recurs = config.description.recurrence is not None
         native = why_no_native_layers(config) is None
         return cls(
@@ -47,7 +57,9 @@ class Capabilities:
             reason=reason,
             native=native,
             triton=why_no_triton_layers(config) is None,
-            adapters=_attention_roles(config) + mlp,
+            adapters=tuple(
+                role for role in ADAPTED if any(role in layer_shapes(config, l) for l in range(config.layers))
+            ),
             adapts_head=config.description.logit_scale == 1.0 and config.description.logit_cap is None,
             quantize=native and not split,
             keeps_quantized=native and not split,
@@ -78,14 +90,6 @@ class Capabilities:
             (self.tree_drafts, "tree drafts"),
         )
         return tuple(word for has, word in words if not has)
-
-
-def _attention_roles(config: ModelConfig) -> tuple[str, ...]:
-    """The linear layers of attention that adapters may change."""
-    roles = ATTENTION if config.attention_layers else ()
-    if (latent := config.description.latent) is not None:
-        roles = ("o",) if latent.query_size else ("q", "o")
-    return roles
 
 
 def why_no_triton_layers(config: ModelConfig) -> str | None:

@@ -127,7 +127,7 @@ class Decoder(AnyDecoder):
     def attend(self, l: int, h: Tensor, mixing: Mixing) -> Tensor:
         """The attention [T, H, D] of normed rows h; their keys and values go to the KV cache."""
         step, layer, mark, tile = mixing.step, self.layers[l], mixing.mark, mixing.tile
-        q, k, v = by_rows(tile, layer.project, h, *step.delta(l, "qkv", h))
+        q, k, v = self.project(l, h, mixing)
         mark("qkv")
         q, k = by_rows(tile, layer.rotate, q, k, *mixing.rotations[l])
         mark("rope")
@@ -137,6 +137,10 @@ class Decoder(AnyDecoder):
         pages.write(values, step.write_slots, v[keep])
         mark("kv write")
         return self.attend_to_slots(l, q, mixing)
+
+    def project(self, l: int, h: Tensor, mixing: Mixing) -> tuple[Tensor, ...]:
+        """Queries, keys and values of normed rows h, before rotation."""
+        return by_rows(mixing.tile, self.layers[l].project, h, *mixing.step.delta(l, "qkv", h))
 
     def attend_to_slots(self, l: int, q: Tensor, mixing: Mixing) -> Tensor:
         """The attention [T, H, D] of rotated queries q to the slots that each row sees."""

@@ -86,8 +86,10 @@ class DescribedLayer(DecoderLayer):
         return heads if weight is None or by_row else self.norm(heads, weight)
 
     def project_out(self, x: Tensor, mixed: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
-        y = plus(self.out(mixed.flatten(1)), delta)
-        return (self._add(x, y, self.post_attention_norm, self.post_attention_norm_bias),)
+        y, norm, bias = self.out(mixed.flatten(1)), self.post_attention_norm, self.post_attention_norm_bias
+        if self._adds_plainly(norm) and not self.description.parallel:
+            return (plus(x + y, delta),)
+        return (self._add(x, plus(y, delta), norm, bias),)
 
     def norm_mlp(self, x: Tensor, before: Tensor) -> tuple[Tensor]:
         d = self.description
@@ -112,8 +114,15 @@ class DescribedLayer(DecoderLayer):
         return activate(x, kind, exact=exact)
 
     def add_down(self, x: Tensor, inner: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
-        y = inner if self.experts is not None else plus(self.down(inner), delta)
-        return (self._add(x, y, self.post_mlp_norm, self.post_mlp_norm_bias),)
+        norm, bias = self.post_mlp_norm, self.post_mlp_norm_bias
+        y = inner if self.experts is not None else self.down(inner)
+        if self._adds_plainly(norm):
+            return (plus(x + y, delta),)
+        return (self._add(x, plus(y, delta), norm, bias),)
+
+    def _adds_plainly(self, norm: Tensor | None) -> bool:
+        """Whether a matmul is added to the residual as it is: what adapters add to it then comes last."""
+        return norm is None and self.description.residual_scale == 1.0
 
     def _add(self, x: Tensor, y: Tensor, norm: Tensor | None, bias: Tensor | None) -> Tensor:
         y = y if norm is None else self.norm(y, norm, bias)

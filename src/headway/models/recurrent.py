@@ -1,8 +1,8 @@
 """Recurrent layers: the weights of each kind, and the functions around its recurrence.
 
-A mixer takes the place of attention. `project` and `project_out` treat every row alike; `advance` takes the rows of
-sequences in order, each from a state to the next. A state is one flat row of float32 numbers: that of the convolution,
-then that of the recurrence.
+A mixer takes the place of attention. `project`, `finish` and `mix_out` treat every row alike; `advance` takes the rows
+of sequences in order, each from a state to the next. A state is one flat row of float32 numbers: that of the
+convolution, then that of the recurrence.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.reference.lora import Delta, plus
 from headway.kernels.reference.mlp import activate
 from headway.kernels.reference.norm import rms_norm
 from headway.kernels.reference.recurrent import gated_delta, short_conv, sigmoid, softplus, state_space
@@ -23,16 +24,21 @@ from headway.models.layers import Linear
 class Mixer(Protocol):
     """What a recurrent layer computes in place of attention, or beside it."""
 
-    def project(self, h: Tensor) -> tuple[Tensor, ...]:
-        """Rows h [R, E] → what `advance` takes [R, …], and then what `project_out` takes besides its outputs."""
+    @property
+    def mix_out(self) -> Linear:
+        """The matrix to the residual."""
+        ...
+
+    def project(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor, ...]:
+        """Rows h [R, E] → what `advance` takes [R, …], and then what `finish` takes besides its outputs."""
         ...
 
     def advance(self, rows: Tensor, state: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """Rows [N, M, …] of N sequences from their states [N, S] on → outputs [N, M, …] and the states after them."""
         ...
 
-    def project_out(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
-        """Outputs [R, …] → what is added to the residual [R, E]."""
+    def finish(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
+        """Outputs [R, …] → what `mix_out` takes."""
         ...
 
 
@@ -46,16 +52,16 @@ class ShortConvMixer:
     conv_bias: Tensor | None  # [E]
     mix_out: Linear  # [E, E]
 
-    def project(self, h: Tensor) -> tuple[Tensor]:
-        return (self.mix_in(h),)
+    def project(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
+        return (plus(self.mix_in(h), delta),)
 
     def advance(self, rows: Tensor, state: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         before, after, x = rows.float().chunk(3, -1)
         mixed, state = _convolved(before * x, state, self.conv, self.conv_bias)
         return after * mixed, state
 
-    def project_out(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
-        return (self.mix_out(outputs),)
+    def finish(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
+        return (outputs,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +78,12 @@ class GatedDeltaMixer:
     mix_out: Linear  # [E, Hv Dv]
     eps: float
 
-    def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mix_in(h), self.mix_gate(h)
+    def project(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor]:
+        rows, gate = self.mix_in(h), self.mix_gate(h)
+        if delta is None:
+            return rows, gate
+        rows, gate = plus(torch.cat((rows, gate), -1), delta).split((rows.shape[-1], gate.shape[-1]), -1)
+        return rows, gate
 
     def advance(self, rows: Tensor, state: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         w, past = self.what, self.what.channels * (self.what.taps - 1)
@@ -94,10 +104,10 @@ class GatedDeltaMixer:
         share = self.what.value_heads // self.what.key_heads
         return heads.repeat(1, 1, share, 1) if self.what.cycled else heads.repeat_interleave(share, 2)
 
-    def project_out(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
+    def finish(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
         heads = rms_norm(outputs.unflatten(-1, (-1, self.what.value_dim)), self.mix_norm, self.eps).flatten(1)
         gated = heads.float() * activate(gate[0].float(), "silu", exact=exact)
-        return (self.mix_out(gated.to(outputs.dtype)),)
+        return (gated.to(outputs.dtype),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +126,8 @@ class Mamba2Mixer:
     eps: float
     activation: str = "silu"
 
-    def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        gate, rows = self.mix_in(h).split((self.what.inner, self.what.channels + self.what.heads), -1)
+    def project(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor]:
+        gate, rows = plus(self.mix_in(h), delta).split((self.what.inner, self.what.channels + self.what.heads), -1)
         return rows, gate
 
     def advance(self, rows: Tensor, state: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
@@ -134,7 +144,7 @@ class Mamba2Mixer:
         outputs = outputs + x * self.skip.float()[:, None]
         return outputs.flatten(2), torch.cat((conv, heads.flatten(1)), -1)
 
-    def project_out(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
+    def finish(self, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
         w, opened = self.what, activate(gate[0].float(), self.activation, exact=exact)
         rows = outputs.float() * opened if w.gate_first or not w.normed else outputs.float()
         if self.mix_norm is not None:
@@ -142,7 +152,7 @@ class Mamba2Mixer:
             groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
             rows = (self.mix_norm * groups.flatten(1).to(outputs.dtype)).float()
             rows = rows if w.gate_first else rows * opened
-        return (self.mix_out(rows.to(outputs.dtype)),)
+        return (rows.to(outputs.dtype),)
 
 
 def _convolved(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

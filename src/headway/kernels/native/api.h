@@ -11,7 +11,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 13
+#define HW_VERSION 14
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2, HW_SCALE_E8 = 3 };
@@ -140,6 +140,8 @@ typedef struct {
 
 typedef struct {
   hw_low_rank q, k, v, o, gate, up, down;
+  hw_low_rank attention_gate, mix_in, mix_qkv, mix_beta, mix_step, mix_gate, mix_out;  // of recurrent and gated layers
+  hw_low_rank q_down, q_up, kv_down;                                                   // of latent attention
 } hw_adapter_layer;
 
 // An adapter of a step, and its rows in adapter_rows.

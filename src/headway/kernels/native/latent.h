@@ -38,10 +38,10 @@ struct LatentAttention {
     const bool low = w.q_down.n != 0;
     const Matmul first[2] = {f.make_matmul(i, low ? w.q_down : w.q, f.workspace.h.at, f.E, low ? s().low.at : s().queries.at, low ? LOW : QUERIES, false),
                              f.make_matmul(i, w.kv_down, f.workspace.h.at, f.E, f.workspace.k.at, f.K, false)};
-    const std::initializer_list<Piece> pieces = {&hw_adapter_layer::q, &hw_adapter_layer::k};  // nobody adapts the second
+    const std::initializer_list<Piece> whole = {&Roles::q, &Roles::kv_down}, latents = {&Roles::q_down, &Roles::kv_down}, pieces = low ? latents : whole;
     f.matmuls_with_adapters(i, l, pieces, first, f.shrink_(i, l, pieces, m.hidden, first[0].x.values, f.E));
     f.sync();
-    if (low) queries_of_latents(i, w);
+    if (low) queries_of_latents(i, l);
     f.phase(i, HW_QKV);
     by_head(i, l);
     f.sync();
@@ -67,7 +67,9 @@ struct LatentAttention {
   }
 
  private:
-  void queries_of_latents(int i, const hw_layer& w) {
+  void queries_of_latents(int i, int l) {
+    const hw_layer& w = m.layer[l];
+    const std::initializer_list<Piece> pieces = {&Roles::q_up};
     for (int r = f.from(i, T); r < f.from(i + 1, T); r++) {
       float* x = s().low.at + r * LOW;
       rms_norm(x, w.q_down_norm, m.query_latent, m.latent_eps, x);
@@ -76,7 +78,7 @@ struct LatentAttention {
     }
     f.sync();
     const Matmul second = shared_matmul(w.q_up, s().rows, s().low.at, LOW, {s().queries.at, QUERIES, false});
-    matmuls(&second, 1, T, i, f.threads);
+    f.matmuls_with_adapters(i, l, pieces, &second, f.shrink_(i, l, pieces, m.query_latent, s().low.at, LOW));
     f.sync();
   }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 13
+VERSION = 14
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {
@@ -33,6 +33,9 @@ SCALES = ("f16", "f32", "k", "e8")
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 QK_NORMS = ("head", "each", "row")
+ADAPTER_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+ADAPTER_ROLES += ("attention_gate", "mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate", "mix_out")
+ADAPTER_ROLES += ("q_down", "q_up", "kv_down")
 RECURRENCES = ("none", "short conv", "gated delta", "mamba-2")
 NAME = "_headway.dylib" if sys.platform == "darwin" else "_headway.so"
 
@@ -131,7 +134,7 @@ class LowRankStruct(Structure):
 class AdapterLayerStruct(Structure):
     """hw_adapter_layer."""
 
-    _fields_ = tuple((name, LowRankStruct) for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    _fields_ = tuple((name, LowRankStruct) for name in ADAPTER_ROLES)
 
 
 class AdapterStruct(Structure):

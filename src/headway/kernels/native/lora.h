@@ -8,11 +8,15 @@
 
 namespace HW_NS {
 
-constexpr int PIECES = 3;  // matrices of one group of matmuls, at most: q, k and v
+constexpr int PIECES = 4;  // matrices of one group of matmuls, at most: q, k, v and the gate of attention
 constexpr int PHASES = 4;  // sums that the inputs of one output take turns in
 constexpr int SHRINK_ROWS = 4, EXPAND_ROWS = 8;
 
 typedef hw_low_rank hw_adapter_layer::*Piece;
+typedef hw_adapter_layer Roles;
+constexpr Piece EVERY_PIECE[] = {&Roles::q, &Roles::k, &Roles::v, &Roles::o, &Roles::gate, &Roles::up, &Roles::down,
+                                 &Roles::attention_gate, &Roles::mix_in, &Roles::mix_qkv, &Roles::mix_beta, &Roles::mix_step, &Roles::mix_gate, &Roles::mix_out,
+                                 &Roles::q_down, &Roles::q_up, &Roles::kv_down};
 
 // The adapters of a step, and where A x goes: [uses, PIECES, width], a use being a row under one adapter.
 struct Adapters {

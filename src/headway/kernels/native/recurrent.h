@@ -4,6 +4,7 @@
 #pragma once
 #include "activations.h"
 #include "experts.h"
+#include "lora.h"
 #include "rows.h"
 
 namespace HW_NS {
@@ -65,7 +66,7 @@ struct Recurrence {
   // What the layer adds to the residual, of normed rows: added, or kept where more is to be done with it.
   void mix(int i, int l) {
     const hw_layer& w = m.layer[l];
-    project(i, w);
+    project(i, l);
     f.sync();
     f.phase(i, HW_QKV);
     for (int n = f.from(i, step.sequences * blocks()); n < f.from(i + 1, step.sequences * blocks()); n++) convolve(i, l, n / blocks(), n % blocks() * LANES);
@@ -77,23 +78,27 @@ struct Recurrence {
     f.phase(i, HW_ATTENTION);
     const bool plainly = !m.parallel && f.adds_plainly(w.post_attention);
     const Matmul out = shared_matmul(w.mix_out, s().rows, s().out.at, OUT, {plainly ? f.workspace.x.at : f.workspace.added.at, f.E, plainly});
-    matmuls(&out, 1, T, i, f.threads);
+    const std::initializer_list<Piece> pieces = {&Roles::mix_out};
+    f.matmuls_with_adapters(i, l, pieces, &out, f.shrink_(i, l, pieces, inner, s().out.at, OUT));
     f.sync();
   }
 
  private:
   int blocks() const { return (channels + LANES - 1) / LANES; }
 
-  void project(int i, const hw_layer& w) {
+  void project(int i, int l) {
+    const hw_layer& w = m.layer[l];
     const float* h = f.workspace.h.at;
     if (m.recurrence != HW_GATED_DELTA) {
       const Matmul in = f.make_matmul(i, w.mix_in, h, f.E, s().in.at, IN, false);
-      matmuls(&in, 1, T, i, f.threads);
+      const std::initializer_list<Piece> pieces = {&Roles::mix_in};
+      f.matmuls_with_adapters(i, l, pieces, &in, f.shrink_(i, l, pieces, m.hidden, in.x.values, f.E));
       return;
     }
     const Matmul list[4] = {f.make_matmul(i, w.mix_qkv, h, f.E, s().in.at, IN, false), f.make_matmul(i, w.mix_beta, h, f.E, s().beta.at, HEADS, false),
                             f.make_matmul(i, w.mix_step, h, f.E, s().steps.at, HEADS, false), f.make_matmul(i, w.mix_gate, h, f.E, s().gate.at, OUT, false)};
-    matmuls(list, 4, T, i, f.threads);
+    const std::initializer_list<Piece> pieces = {&Roles::mix_qkv, &Roles::mix_beta, &Roles::mix_step, &Roles::mix_gate};
+    f.matmuls_with_adapters(i, l, pieces, list, f.shrink_(i, l, pieces, m.hidden, list[0].x.values, f.E));
   }
 
   // Calls f(first row, rows, source, target) for each run of a sequence, in order.

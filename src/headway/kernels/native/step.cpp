@@ -72,8 +72,7 @@ struct Forward {
     make_layouts();
     for (int a = 0; a < step.adapter_count; a++)
       for (int l = 0; l < m.layers; l++)
-        for (Piece piece : {&hw_adapter_layer::q, &hw_adapter_layer::k, &hw_adapter_layer::v, &hw_adapter_layer::o, &hw_adapter_layer::gate,
-                            &hw_adapter_layer::up, &hw_adapter_layer::down})
+        for (Piece piece : EVERY_PIECE)
           adapters.width = std::max(adapters.width, (size_t)up(adapters.pair(a, l, piece).rank, LANES));
     if (step.adapter_count) adapters.out = workspace.low_rank.fit((size_t)step.adapter_uses * PIECES * adapters.width);
     if (workspace.counter_count < 2 * m.layers) {  // two per layer: work items, and chunks of shared prefixes
@@ -377,17 +376,14 @@ struct Forward {
   void project_heads(int i, int l) {
     const hw_layer& w = m.layer[l];
     Workspace& s = workspace;
-    const Matmul qkv[3] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
-                            make_matmul(i, w.v, s.h.at, E, s.v.at, K, false)};
-    const std::initializer_list<Piece> all = {&hw_adapter_layer::q, &hw_adapter_layer::k, &hw_adapter_layer::v};
-    const std::initializer_list<Piece> without_values = {&hw_adapter_layer::q, &hw_adapter_layer::k}, queries = {&hw_adapter_layer::q};
-    const std::initializer_list<Piece> first_pieces = w.v.n ? all : w.k.n ? without_values : queries;
+    const Matmul qkv[4] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
+                            make_matmul(i, w.v, s.h.at, E, s.v.at, K, false),
+                            m.gated_attention ? make_matmul(i, w.attention_gate, s.h.at, E, s.attention_gate.at, Q, false) : Matmul{}};
+    const std::initializer_list<Piece> gated = {&Roles::q, &Roles::k, &Roles::v, &Roles::attention_gate}, all = {&Roles::q, &Roles::k, &Roles::v};
+    const std::initializer_list<Piece> without_values = {&Roles::q, &Roles::k}, queries = {&Roles::q};
+    const std::initializer_list<Piece> first_pieces = m.gated_attention ? gated : w.v.n ? all : w.k.n ? without_values : queries;
     if (m.streams) Streams<Forward>{*this}.low_rank(i, l);
     matmuls_with_adapters(i, l, first_pieces, qkv, shrink_(i, l, first_pieces, m.hidden, qkv[0].x.values, E));
-    if (m.gated_attention) {
-      const Matmul gate = make_matmul(i, w.attention_gate, s.h.at, E, s.attention_gate.at, Q, false);
-      matmuls(&gate, 1, T, i, threads);
-    }
     sync();
     if (m.qkv_clip != 0 || (m.qk_norm == HW_QK_ROW && w.q_norm)) {
       norm_whole_rows(i, w);

@@ -15,8 +15,9 @@ from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
 from headway.models.adapters.modules import HEADS, Module, Share, layer_modules
 from headway.models.adapters.target_rules import Patterns
-from headway.models.capabilities import ATTENTION, Capabilities
+from headway.models.capabilities import ADAPTED, ATTENTION, Capabilities
 from headway.models.config import ModelConfig
+from headway.models.description import GatedDelta
 from headway.models.families import FAMILIES, by_name
 from headway.models.weights.roles import GGUF_NAMES
 from headway.models.weights.rows import half_split
@@ -65,6 +66,7 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
         for role, rows in module.shares:
             if role in layers[target.layer]:
                 raise BadModelFile(f"{what} has weights for {target}, and others for the model's {role} besides")
+            _check_heads(adapter, target, role, config, what)
             b = pair.b if rows is None else np.ascontiguousarray(pair.b[rows])
             if role in ("q", "k") and interleaved:
                 b = half_split(b, config.head_dim, config.rope.dim)
@@ -98,13 +100,13 @@ def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(c.layers):
         shapes |= layer_targets(c, layer)
-    return {role: shapes[role] for role in ROLES if role in shapes}
+    return {role: shapes[role] for role in ADAPTED if role in shapes}
 
 
 def layer_targets(c: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """The shape [N, K] of each role's matrix in a layer."""
     shapes = layer_shapes(c, layer)
-    return {role: (shapes[role][0], shapes[role][1]) for role in ROLES if role in shapes}
+    return {role: (shapes[role][0], shapes[role][1]) for role in ADAPTED if role in shapes}
 
 
 def _head(config: ModelConfig, what: str) -> Module:
@@ -120,7 +122,7 @@ def _head(config: ModelConfig, what: str) -> Module:
 def _module(target: Target, modules: _Modules, config: ModelConfig, what: str) -> Module:
     """The matrix of a target, if adapters may change it."""
     module = modules.of(target.layer).get(target.part)
-    if module is not None and all(role in ROLES for role, _ in module.shares):
+    if module is not None and all(role in ADAPTED for role, _ in module.shares):
         return module
     if module is not None:
         kind = f"a matrix of {', '.join(role for role, _ in module.shares)} there"
@@ -134,6 +136,19 @@ def _module(target: Target, modules: _Modules, config: ModelConfig, what: str) -
         f"{what} has weights for {target}, and this layer of the {config.family} model has {kind}, which adapters do "
         f"not change; train it on {', '.join(target_shapes(config))}"
     )
+
+
+def _check_heads(adapter: Adapter, target: Target, role: str, config: ModelConfig, what: str) -> None:
+    """Raise where the value heads of a gated delta net are in another order in the adapter than in the model."""
+    how = config.description.recurrence
+    if adapter.in_order or not isinstance(how, GatedDelta) or not role.startswith("mix_"):
+        return
+    if how.cycled != (adapter.architecture is not None and by_name(config.family).cycled_gguf):
+        theirs, ours = ("a folder", "a GGUF file") if how.cycled else ("a GGUF file", "a folder")
+        raise Unsupported(
+            f"{what} has weights for {target} in the order that heads have in {theirs}, and the {config.family} model "
+            f"is from {ours}, which has another; load the model from {theirs}"
+        )
 
 
 def head_shape(c: ModelConfig) -> tuple[int, int]:
@@ -186,7 +201,7 @@ def _check_all_there(adapter: Adapter, modules: _Modules, config: ModelConfig, w
     for layer in range(config.layers):
         for part, module in sorted(modules.of(layer).items()):
             target = Target(layer, part)
-            if target in adapter.pairs or any(role not in ROLES for role, _ in module.shares):
+            if target in adapter.pairs or any(role not in ADAPTED for role, _ in module.shares):
                 continue
             if rules.has(f"{rules.place}{layer}.{target.module}", patterns):
                 raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")

@@ -79,6 +79,7 @@ class Family:
     tied: bool = False  # when the config is silent
     interleaved_gguf: bool = False  # its GGUF files store q and k rows for rotation of neighboring pairs
     interleaved_hf: bool = False  # and its folders
+    cycled_gguf: bool = False  # its GGUF files have the value heads of gated delta nets in another order than folders
     latent: bool = False  # its GGUF files have latent attention: values narrower than keys, yarn of its own
     experts: bool = False  # files of several families may have one GGUF architecture
     model_types: tuple[str, ...] = ()  # what its config.json calls itself

@@ -34,6 +34,7 @@ FAMILY = Family(
     kv_heads=4,
     eps=1e-6,
     partial=0.25,
+    cycled_gguf=True,
     describe=describe,
     describe_gguf=describe_gguf,
     gguf_parts={**GGUF_DELTA_PARTS, "mix_beta": "ssm_beta.weight", "mix_step": "ssm_alpha.weight"},

@@ -42,6 +42,7 @@ FAMILY = replace(
     experts=True,
     gguf="qwen35moe",
     gguf_keys={"feed_forward_length": "expert_feed_forward_length"},
+    cycled_gguf=True,
     describe=describe,
     describe_gguf=describe_gguf,
 )

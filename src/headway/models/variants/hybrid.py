@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.kernels.host.recurrent import StateGroup
 from headway.kernels.reference.linear import by_rows
+from headway.kernels.reference.lora import Delta, plus
 from headway.kernels.reference.recurrent import sigmoid
 from headway.models.decoder import DecoderInput, Mixing
 from headway.models.described import DescribedDecoder, DescribedLayer
@@ -40,14 +41,14 @@ class HybridLayer(DescribedLayer):
         """Whether it has a feed-forward."""
         return self.experts is not None or self.down.nbytes > 0
 
-    def gated_heads(self, mixed: Tensor, h: Tensor) -> tuple[Tensor]:
+    def gated_heads(self, mixed: Tensor, h: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
         """What attention gave [R, H, D] times the gate of each."""
         assert self.attention_gate is not None
-        return (mixed * sigmoid(self.attention_gate(h)).view_as(mixed),)
+        return (mixed * sigmoid(plus(self.attention_gate(h), delta)).view_as(mixed),)
 
-    def add_mixed(self, x: Tensor, outputs: Tensor, *gate: Tensor, exact: bool) -> tuple[Tensor]:
+    def add_mixed(self, x: Tensor, rows: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
         """The residual x [R, E] plus what the mixer gave."""
-        (y,) = self.mixer.project_out(outputs, *gate, exact=exact)
+        y = plus(self.mixer.mix_out(rows), delta)
         return (self._add(x, y, self.post_attention_norm, self.post_attention_norm_bias),)
 
     def norm_mlp(self, x: Tensor, before: Tensor) -> tuple[Tensor]:
@@ -68,16 +69,17 @@ class HybridDecoder(DescribedDecoder):
         if layer.attends:
             mixed = self.attend(l, h, mixing)
             if layer.attention_gate is not None:
-                (mixed,) = by_rows(tile, layer.gated_heads, mixed, h)
+                (mixed,) = by_rows(tile, layer.gated_heads, mixed, h, *mixing.step.delta(l, "attention_gate", h))
             (x,) = by_rows(tile, layer.project_out, x, mixed, *mixing.step.delta(l, "out", mixed))
             mixing.mark("output projection")
         if layer.mixer is not None:
-            rows, *gate = by_rows(tile, layer.mixer.project, h)
+            rows, *gate = by_rows(tile, layer.mixer.project, h, *mixing.step.delta(l, "mix_in", h))
             mixing.mark("mixer projection")
             outputs = self._advance(l, layer.mixer, rows, mixing.step, exact=tile is not None)
             mixing.mark("recurrence")
-            add = partial(layer.add_mixed, exact=tile is not None)
-            (x,) = by_rows(tile, add, x, outputs.to(h.dtype), *gate)
+            finish = partial(layer.mixer.finish, exact=tile is not None)
+            (rows,) = by_rows(tile, finish, outputs.to(h.dtype), *gate)
+            (x,) = by_rows(tile, layer.add_mixed, x, rows, *mixing.step.delta(l, "mix_out", rows))
             mixing.mark("output projection")
         return x
 

@@ -46,11 +46,24 @@ class LatentLayer(DescribedLayer):
 
     def project(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """h [R, E] → q [R, H, rotated + latent], k [R, 1, rotated + latent] and its latent part, before rotation."""
-        how, queries = self.latent, plus(self.qkv(h), delta)
-        if self.q_up is not None and self.q_down_norm is not None:
-            queries = self.q_up(self.norm_latent(queries, self.q_down_norm))
+        return self.project_up(*self.project_down(h, delta))
+
+    def project_down(self, h: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor]:
+        """h [R, E] → queries, or the normed latent vectors of which they are made; latent vectors and keys."""
+        queries, down = self.qkv(h), self.kv_down(h)
+        if delta is not None:
+            queries, down = plus(torch.cat((queries, down), -1), delta).split((queries.shape[-1], down.shape[-1]), -1)
+        if self.q_down_norm is not None:
+            queries = self.norm_latent(queries, self.q_down_norm)
+        return queries, down
+
+    def project_up(self, queries: Tensor, down: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """What `project` gives, of what `project_down` gave."""
+        how = self.latent
+        if self.q_up is not None:
+            queries = plus(self.q_up(queries), delta)
         plain, turned = queries.unflatten(-1, (self.heads, -1)).split((how.key_dim, how.rotated), -1)
-        latent, key = self.kv_down(h).split((how.size, how.rotated), -1)
+        latent, key = down.split((how.size, how.rotated), -1)
         latent = self.norm_latent(latent, self.kv_down_norm)
         q = torch.cat((self._halves(turned), self.by_head(plain, self.key_up)), -1)
         k = torch.cat((self._halves(key), latent), -1)[:, None]
@@ -77,6 +90,11 @@ class LatentDecoder(DescribedDecoder):
     """A decoder of layers with latent attention."""
 
     layers: tuple[LatentLayer, ...]  # type: ignore[assignment]
+
+    def project(self, l: int, h: Tensor, mixing: Mixing) -> tuple[Tensor, ...]:
+        layer, tile, step = self.layers[l], mixing.tile, mixing.step
+        queries, down = by_rows(tile, layer.project_down, h, *step.delta(l, "qkv", h))
+        return by_rows(tile, layer.project_up, queries, down, *step.delta(l, "q_up", queries))
 
     def attend(self, l: int, h: Tensor, mixing: Mixing) -> Tensor:
         mixed = super().attend(l, h, mixing)

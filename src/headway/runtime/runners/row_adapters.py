@@ -16,7 +16,11 @@ from headway.models.config import ModelConfig
 from headway.runtime.runners.adapter_rows import add_to_logits, by_adapter
 
 STACKS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v"),
+    "qkv": ("q", "k", "v", "q_down", "kv_down"),
+    "q_up": ("q_up",),
+    "attention_gate": ("attention_gate",),
+    "mix_in": ("mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate"),
+    "mix_out": ("mix_out",),
     "out": ("o",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
