@@ -247,7 +247,7 @@ class Stream:
         self._connection.close()
 
 
-def test_tokens_go_on_while_another_model_loads(folders: dict[str, Path]) -> None:
+def test_a_model_that_loads_shows_how_far_it_is_while_another_answers(folders: dict[str, Path]) -> None:
     loader = Loader()
     loader.gates["bob"] = gate = threading.Event()
     sources = tuple(loader.source(path) for path in folders.values())

@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from server_process import PATIENCE, Server
+from server_process import PATIENCE, Server, alone
 
+import headway as hw
 from headway.base.errors import InvalidInput
 from headway.server.middleware.tls import SPARE
 from headway.server.run import _listen_at, check_certificate
@@ -42,6 +43,18 @@ def test_tls_is_spoken_and_nothing_else(start: Callable[..., Server]) -> None:
         )
     server.signal(signal.SIGTERM)
     assert server.end() == 0
+
+
+def test_sessions_are_held_over_tls(start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start({"ssl_certfile": str(CERTIFICATE), "ssl_keyfile": str(KEY)}).ready()
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+
+    async def program(engine: hw.Engine) -> list[int]:
+        async with engine.context() as ctx:
+            return list(await ctx.fill([1, 2, 3]).generate(hw.Argmax(), max_tokens=4, stop_only=True).tokens())
+
+    with hw.connect(f"https://localhost:{server.port}") as engine:
+        assert engine.run(program) == alone([1, 2, 3], 4)
 
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
