@@ -17,8 +17,8 @@ import headway as hw
 from headway.models.config import from_hf
 from headway.models.quantized.write import quantize_model
 from support.checks import all_logits, assert_close, random_tokens
-from support.hf import randomize
-from support.hf_families import DELTA, LAYERS, PROPORTIONAL, SHARED, YARN
+from support.hf import randomize, save_hf
+from support.hf_families import DELTA, LATENT_AND_CHUNKED, LAYERS, PROPORTIONAL, SHARED, YARN, family_model
 
 TEXT: dict[str, Any] = {
     "vocab_size": 97,
@@ -74,6 +74,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3_5Moe",
         {**DELTA, **SHARED, "rope_parameters": {**SECTIONS, "partial_rotary_factor": 0.5}},
         {"vision_config": {**QWEN_EYES, "out_hidden_size": 64}, **IDS},
+    ),
+    "llama4": (
+        "Llama4",
+        {**LATENT_AND_CHUNKED["Llama4Text"]["llama4"], "pad_token_id": 0},
+        {"vision_config": {**EYES, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
     ),
     "llava": ("Llava", {"model_type": "llama"}, {"vision_config": {"model_type": "clip_vision_model", **EYES}}),
 }
@@ -150,6 +155,20 @@ def test_a_folder_with_the_text_models_keys_beside_the_others_is_read(tmp_path: 
     }
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with hw.Engine(tmp_path, pages=8, threads=1) as engine:
+        assert_close(all_logits(engine, tokens), logits(model, tokens))
+
+
+def test_the_text_model_of_gemma3n_is_loaded_from_names_as_published(tmp_path: Path) -> None:
+    """The whole model needs a package for its eyes, so the text model's folder is made to look like it."""
+    config, model = family_model("gemma3n-published")
+    folder, tokens = save_hf(tmp_path, model), random_tokens(89, N)
+    outer = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    weights = load_file(folder / "model.safetensors")
+    inner = {f"model.language_model.{name.removeprefix('model.')}": tensor for name, tensor in weights.items()}
+    others = {"model.embed_vision.embedding.weight": torch.ones(2, 2), "model.audio_tower.norm.weight": torch.ones(2)}
+    save_file(inner | others, folder / "model.safetensors", metadata={"format": "pt"})
+    with hw.Engine(folder, pages=8, threads=1) as engine:
         assert_close(all_logits(engine, tokens), logits(model, tokens))
 
 
