@@ -55,14 +55,15 @@ class Large:
 def test_a_large_answer_is_written_beside_the_event_loop() -> None:
     async def both() -> bytes:
         job, threads = Large(), WorkerThreads("test", 1)
-        response = asyncio.create_task(_whole_body(job, {"id": "a"}, threads))
+        response = asyncio.create_task(_whole_body(job, {"id": "a"}, threads, dict))
         await asyncio.sleep(0)
         job.free.set()
         return await response
 
     result = json.loads(asyncio.run(both()))
     assert result["choices"] == [{"logprobs": [1.5, None]}]
-    assert _events(Large(), {"id": "a"}, [1, 2], json_bytes_in_pieces) == _events(Large(), {"id": "a"}, [1, 2])
+    written = _events(Large(), {"id": "a"}, [1, 2], dict)
+    assert _events(Large(), {"id": "a"}, [1, 2], dict, json_bytes_in_pieces) == written
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
