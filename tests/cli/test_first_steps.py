@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
@@ -66,6 +69,30 @@ def test_a_closed_pipe_ends_the_command_without_a_word(arguments: tuple[str, ...
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 141
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("options", [("-m",), ("-u", "-m")], ids=["buffered", "unbuffered"])
+def test_a_full_disk_is_one_sentence(options: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, *options, "headway.cli.main", "models", "list"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "", "HEADWAY_CACHE": str(tmp_path)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=PIPE, timeout=60, check=False)
+        sentence = b"headway: the output cannot be written: No space left on device\n"
+        assert (done.returncode, done.stderr) == (2, sentence)
+        done = subprocess.run(command, env=environment, stdout=full, stderr=full, timeout=60, check=False)
+        assert done.returncode == 2
+
+
+def test_streams_that_are_closed_from_the_start_are_none(model: Path) -> None:
+    """Their numbers are not those of the model's files either."""
+    for closed in (">&-", "<&- >&- 2>&-"):
+        command = shlex.join(
+            [sys.executable, "-m", "headway.cli.main", "run", "hi", "--max-tokens", "2", "--threads", "1"]
+        )
+        done = subprocess.run(["sh", "-c", f"exec {command} {closed}"], capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, (closed, done.stderr)
+        assert b"Traceback" not in done.stderr
 
 
 def test_ctrl_c_ends_the_line(model: Path) -> None:

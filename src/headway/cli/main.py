@@ -7,10 +7,12 @@ A command line that names a command imports that one alone, and a plain one is r
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 EXIT_MISTAKE = 2
 EXIT_INTERRUPT = 130
 EXIT_BROKEN_PIPE = 141
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 MEANT = {  # commands of other tools
     "ls": "models list",
     "list": "models list",
@@ -109,11 +112,14 @@ def _group(module: Any) -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its exit code."""
+    _open_missing_streams()
     code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = _abandon_stdout()
+    except OSError as error:
+        code = _unwritable(error)
     sys.exit(code)
 
 
@@ -134,6 +140,10 @@ def dispatch(arguments: list[str]) -> int:
         if isinstance(end.__context__, BrokenPipeError):
             return _abandon_stdout()
         raise
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        return _unwritable(error)
     except Exception as error:
         return _typer_code(error, arguments)
     finally:
@@ -228,7 +238,8 @@ def _mistake(kind: str, message: str, arguments: list[str]) -> int:
     if "--json" in flags:
         emit_json({"error": {"type": kind, "message": sentence}})
     else:
-        print(f"headway: {sentence}", file=sys.stderr)
+        with suppress(OSError):  # on a full disk the exit code alone says it
+            print(f"headway: {sentence}", file=sys.stderr)
     return EXIT_MISTAKE
 
 
@@ -258,6 +269,26 @@ def _hint(name: str, context: Any) -> str:
     if near := difflib.get_close_matches(name, known, n=1):
         return f"you may mean `{command} {near[0]}`"
     return f"`{command} --help` lists the commands"
+
+
+def _open_missing_streams() -> None:
+    """What was closed by whoever started this goes nowhere; else a model's file could get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _unwritable(error: OSError) -> int:
+    """Say that the output cannot be written, if that at least can be: it may be standard error's."""
+    where = "" if error.filename is None else f" to {error.filename}"
+    with suppress(OSError):
+        print(f"headway: the output cannot be written{where}: {error.strerror}", file=sys.stderr, flush=True)
+    for number in (1, 2):  # nothing more is tried at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return EXIT_MISTAKE
 
 
 def _abandon_stdout() -> int:
