@@ -204,6 +204,27 @@ def test_a_source_that_is_hard_to_read_is_read_in_the_sandbox(ann: ProgramServer
     assert refused.error["message"] == "the program cannot be read: its calls were nested too deeply"
 
 
+@pytest.mark.usefixtures("guest")
+def test_a_source_whose_reader_is_lost_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start = workers(), runner.Sandbox.start
+
+    async def lost(sandbox: runner.Sandbox, *given: Any) -> Any:
+        confined = await start(sandbox, *given)
+        for worker in set(workers()) - set(before):
+            os.kill(worker, signal.SIGKILL)
+        return confined
+
+    async def trial(programs: Programs) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.Sandbox, "start", lost)
+            with pytest.raises(ApiError, match="the process that reads programs has ended; try again") as refused:
+                await programs.install(ANYONE, "own", "#" * (200 << 10))
+        assert refused.value.status == 503
+        await programs.install(ANYONE, "own", "x = 1")
+
+    with_programs(trial)
+
+
 def test_what_is_python_is_what_the_sandbox_s_python_says(ann: ProgramServer) -> None:
     source = "try: pass\nexcept ValueError, TypeError: pass\nasync def main(engine): return 1"  # since Python 3.14
     assert ann.ask("PUT", "/v1/installed_programs/new", source=source).status == 200

@@ -101,15 +101,15 @@ class Programs:
             finally:
                 self._reading = ("", 0.0)
                 self._charge(tenant, ended, min(granted, time.monotonic() - begun))
+        if ended.status is None:
+            raise ApiError(503, "the process that reads programs has ended; try again", code="closed")
         match ended.outcome:
             case {"returned": _}:
                 self.installed.install(tenant, name, source)
             case {"raised": why}:
                 raise bad_request(f"the program is not valid Python: {why}", "source")
             case _:
-                why = (ended.outcome or {"stopped": f"it took {READ_SECONDS:g} seconds, or ended its process"})[
-                    "stopped"
-                ]
+                why = (ended.outcome or {"stopped": f"it took more than {READ_SECONDS:g} seconds"})["stopped"]
                 raise bad_request(f"the program cannot be read: {why}", "source")
 
     def _cpu_left(self, tenant: Tenant) -> float:
