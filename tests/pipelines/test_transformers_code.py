@@ -393,7 +393,34 @@ def test_parameters_of_generate_that_cannot_be_had_name_what_to_use(folders: dic
                 with pytest.raises(hw.Unsupported, match=words):
                     call("the quick", **greedy, **wrong)
         off = {"suppress_tokens": None, "guidance_scale": 1.0, "num_beam_groups": 1, "renormalize_logits": False}
+        off |= {"streamer": None, "assistant_model": None, "synced_gpus": False, "penalty_alpha": 0, "low_memory": True}
+        off |= {"output_scores": False, "return_dict_in_generate": False, "cache_implementation": "static"}
+        off |= {"negative_prompt_ids": None, "custom_generate": None, "remove_invalid_values": False}
         assert p("the quick", **greedy, **off) == p("the quick", **greedy)
+        for wrong, words in (
+            ({"streamer": print}, "print the texts"),
+            ({"return_dict_in_generate": True}, r"call \.generate"),
+            ({"custom_generate": "a/b"}, "program of your own"),
+        ):
+            with pytest.raises(hw.Unsupported, match=words):
+                p("the quick", **greedy, **wrong)
+
+
+def test_options_of_other_tasks_may_be_off(folders: dict[str, Any]) -> None:
+    with hw.pipeline("ner", folders["tagger"]) as p:
+        plain = p("anna works at a bank")
+        assert p("anna works at a bank", is_split_into_words=False, offset_mapping=None) == plain
+        with pytest.raises(hw.InvalidInput, match="join the words with spaces"):
+            p("anna works", is_split_into_words=True)
+        with pytest.raises(hw.InvalidInput, match="is not an option"):
+            p("anna works", offset_mapping=np.zeros(2))
+    with hw.pipeline("automatic-speech-recognition", folders["ctc"]) as p:
+        assert p(folders["tone"], generate_kwargs={}, return_language=None) == p(folders["tone"])
+    with (
+        hw.pipeline("zero-shot-classification", folders["nli"]) as p,
+        pytest.raises(hw.InvalidInput, match="multi_label"),
+    ):
+        p("the film", ["film"], multi_class=True)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,13 @@ class TaskOptions:
     def __post_init__(self) -> None: ...
 
 
+OFF = ("generate_kwargs", "image_processor_kwargs", "is_split_into_words", "offset_mapping", "return_language")
+"""Options of some tasks in transformers that are not here: None, False and no options at all change nothing."""
+INSTEAD = {
+    "multi_class": "it is multi_label now",
+    "is_split_into_words": "join the words with spaces",
+    "generate_kwargs": "the model generates nothing",
+}
 CAPTURABLE = "capturable"
 GENERATES = "its model generates token by token, with one pass for each"
 
@@ -215,11 +222,16 @@ class Task:
         if not given:
             return base
         known = {field.name for field in dataclasses.fields(base)}
-        for name in given:
-            if name not in known:
+        for name, value in given.items():
+            if name not in known and not (name in OFF and _is_off(value)):
                 listed = ", ".join(sorted(known)) or "nothing"
-                raise InvalidInput(f"{name!r} is not an option of this task; it takes {listed}")
-        return dataclasses.replace(base, **given)
+                hint = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+                raise InvalidInput(f"{name!r} is not an option of this task; it takes {listed}{hint}")
+        return dataclasses.replace(base, **{name: value for name, value in given.items() if name in known})
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, Mapping) and not value)
 
 
 class OneResult(list[Any]):
