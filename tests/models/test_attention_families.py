@@ -520,7 +520,7 @@ def test_a_chunk_is_the_rows_own() -> None:
         (
             "llama4",
             {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"model_type": "gemma2"}},
-            "the text model of Llama4ForConditionalGeneration is 'gemma2' .* supported is 'llama4_text'",
+            "the text model of Llama4ForConditionalGeneration is 'gemma2' .* supported are llama4_text",
         ),
         ("gemma3n", {"num_kv_shared_layers": 5}, "no layer before 1 is of the kind of layer 1"),
         ("gemma3n", {"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6; it must be between 0 and 5"),
