@@ -146,7 +146,7 @@ def test_marks_of_what_to_cache_and_what_libraries_add_change_nothing(served):
     marked = [*marked, turns[2] | mark]
     options = {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
     assert served.chat(marked, tools=[tools[0] | mark], **options, **GREEDY)["choices"] == plain
-    response = served.post("/v1/responses", input="Hi", max_output_tokens=1, **options)
+    response = served.post("/v1/responses", input="Hi", max_output_tokens=1, store=False, **options)
     assert response.status == 200
     stream = served.post(M, messages=USER, stream=True, stream_options={"continuous_usage_stats": False}, **GREEDY)
     assert stream.events
