@@ -54,9 +54,9 @@ class TestPacked:
         model = encoders.model(family, "base", **named)
         texts = encoders.texts(40)
         unpadded = pipe("sentence-embedding", model, family, unpadded=True)
-        assert unpadded.task.loaded.unpadded is not None
+        assert unpadded.implementation.loaded.unpadded is not None
         padded = pipe("sentence-embedding", model, family, unpadded=False)
-        assert padded.task.loaded.unpadded is None
+        assert padded.implementation.loaded.unpadded is None
         np.testing.assert_allclose(vectors(unpadded, texts), vectors(padded, texts), rtol=1e-4, atol=2e-6)
 
     def test_no_padding_is_computed(self) -> None:
@@ -83,7 +83,7 @@ class TestPacked:
         model = encoders.model("deberta", "base")
         assert not can_unpad(model)
         with pipe("sentence-embedding", model, "deberta") as p:
-            assert p.task.loaded.unpadded is None
+            assert p.implementation.loaded.unpadded is None
         with pytest.raises(hw.Unsupported, match=r"deberta-v2 models support padded rows only"):
             pipe("sentence-embedding", model, "deberta", unpadded=True)
 

@@ -89,7 +89,7 @@ def test_an_array_holds_what_a_packed_batch_holds(types: bool, first: int) -> No
 def test_a_pass_with_room_to_spare_is_the_pass_of_its_rows(family: str, reads: str) -> None:
     model = encoders.model(family, "base")
     with hw.pipeline("sentence-embedding", model, tokenizer=encoders.tokenizer(family), device="cpu") as p:
-        backend = p.task.loaded.backend
+        backend = p.implementation.loaded.backend
     some, encoder = rows(types=family == "bert"), UnpaddedEncoder(backend)
     roomy = UnpaddedEncoder(backend)
     roomy._attend, roomy._pads_rows = ByEnds(), False

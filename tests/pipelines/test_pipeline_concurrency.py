@@ -167,7 +167,7 @@ def scarce() -> Iterator[hw.Pipeline]:
 def test_a_batch_that_does_not_fit_is_halved(scarce: hw.Pipeline) -> None:
     assert scarce(list(range(20, 52))) == [n + 5 for n in range(20, 52)]
     assert scarce.stats()["halvings"] > 0
-    sizes = scarce.task.sizes  # type: ignore[attr-defined]
+    sizes = scarce.implementation.sizes  # type: ignore[attr-defined]
     assert max(sizes) > 3
     assert sizes[-1] <= 3
     before = scarce.stats()["halvings"]
@@ -176,7 +176,7 @@ def test_a_batch_that_does_not_fit_is_halved(scarce: hw.Pipeline) -> None:
 
 
 def test_a_row_that_never_fits_fails_by_itself(scarce: hw.Pipeline) -> None:
-    scarce.task.largest = 0  # type: ignore[attr-defined]
+    scarce.implementation.largest = 0  # type: ignore[attr-defined]
     with pytest.raises(hw.PassFailed, match=r"a row of length 3 does not fit into memory by itself"):
         scarce(20)
 

@@ -43,8 +43,8 @@ def test_packed_rows_in_half_precision(family: str, dtype: str) -> None:
     model = encoders.model(family, "classify", num_labels=3)
     words = encoders.tokenizer(family)
     with hw.pipeline("text-classification", model, tokenizer=words, device="cuda", dtype=dtype) as p:
-        assert p.task.loaded.unpadded is not None
-        assert isinstance(p.task.loaded.unpadded._attend, VarlenAttention)
+        assert p.implementation.loaded.unpadded is not None
+        assert isinstance(p.implementation.loaded.unpadded._attend, VarlenAttention)
         got = p(TEXTS, top_k=None)
     with hw.pipeline("text-classification", model, tokenizer=words, device="cpu") as p:
         want = p(TEXTS, top_k=None)

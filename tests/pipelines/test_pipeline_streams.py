@@ -91,8 +91,8 @@ def test_a_source_is_read_a_bounded_way_ahead(embed: hw.Pipeline) -> None:
         ahead = max(ahead, read - i)
         if i == 3000:
             break
-    assert ahead <= embed.task.lookahead + 1
-    assert read <= 3000 + embed.task.lookahead + 1
+    assert ahead <= embed.implementation.lookahead + 1
+    assert read <= 3000 + embed.implementation.lookahead + 1
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 8, 31, 32, 33])
@@ -206,7 +206,7 @@ def test_a_forgotten_pipeline_ends_its_threads_and_frees_its_model() -> None:
     model = encoders.model("bert", "base")
     p = hw.pipeline("sentence-embedding", model, tokenizer=encoders.tokenizer("bert"), device="cpu")
     p(encoders.texts(5))
-    gone = weakref.ref(p.task)
+    gone = weakref.ref(p.implementation)
     batcher = p._batcher._thread
     assert batcher is not None
     del p

@@ -72,10 +72,10 @@ class TestTasks:
     def test_aliases(self) -> None:
         model = encoders.model("bert", "classify", num_labels=2)
         with hw.pipeline("sentiment-analysis", model, tokenizer=encoders.tokenizer("bert"), device="cpu") as p:
-            assert p.name == "text-classification"
-            shown = f"BertForSequenceClassification of {p.task.loaded.name}, cpu float32"
+            assert p.task == "text-classification"
+            shown = f"BertForSequenceClassification of {p.implementation.loaded.name}, cpu float32"
             assert repr(p) == f"Pipeline('text-classification', {shown})"
-            assert repr(p.task) == f"TextClassification({shown})"
+            assert repr(p.implementation) == f"TextClassification({shown})"
 
     def test_a_task_without_a_default_model_says_so(self) -> None:
         with pytest.raises(hw.InvalidInput, match="no default model"):
@@ -123,6 +123,8 @@ class TestForward:
             assert found["label"] == whole["label"]
             assert found["score"] == pytest.approx(whole["score"], rel=1e-5)
             assert p.forward(batch.inputs).logits.equal(output.logits)
+            with pytest.raises(hw.InvalidInput, match=r"p\.postprocess\(item, output\)"):
+                p.postprocess(output)
 
     @pytest.mark.parametrize("family", encoders.FAMILIES)
     def test_an_argument_the_model_does_not_take_is_an_error(self, family: str) -> None:

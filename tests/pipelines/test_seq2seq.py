@@ -30,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "source held against it": {"encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.4},
     "other ends": {"eos_token_id": [1, 9, 20]},
     "beams": {"num_beams": 4},
+    "greedy, beams off": {"length_penalty": 1.0, "early_stopping": False},
     "beams, short preferred": {"num_beams": 3, "length_penalty": -1.0, "early_stopping": True},
     "beams, never early": {"num_beams": 3, "length_penalty": 2.0, "early_stopping": "never"},
     "several beams": {"num_beams": 4, "num_return_sequences": 3, "no_repeat_ngram_size": 3},
@@ -185,7 +186,7 @@ class TestTasks:
         for task, key in (("summarization", "summary"), ("translation", "translation"), ("translation_en_to_fr", None)):
             with ours(model, task, max_new_tokens=4) as mine:
                 assert set(mine("the film")[0]) == {f"{key or 'translation'}_text"}
-                assert mine.name == task
+                assert mine.task == task
 
     def test_a_models_own_settings_for_a_task(self, tmp_path: Path) -> None:
         said = {

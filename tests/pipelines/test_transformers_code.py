@@ -204,7 +204,7 @@ def test_a_task_is_read_from_the_config(folders: dict[str, Any]) -> None:
     assert {name: task_of(folders[name]) for name in want} == want
     assert task_of(writers.model("t5")) == "text2text-generation"
     with hw.pipeline(model=folders["tagger"], device="cpu") as p:
-        assert p.name == "token-classification"
+        assert p.task == "token-classification"
     with pytest.raises(hw.InvalidInput, match="neither a task nor a model"):
         hw.pipeline()
     with pytest.raises(hw.UnsupportedModel, match="cannot be told from its config; pass the task too"):
@@ -229,6 +229,7 @@ REFUSED = {
     "device": ({"device": -2}, "device is -2"),
     "no GPU": ({"device": 99}, "cuda:99"),
     "token": ({"token": 5}, "token is a int"),
+    "a tuple": ({"tokenizer": ("name", {"use_fast": False})}, "tokenizer is a tuple; make it with its options first"),
 }
 
 

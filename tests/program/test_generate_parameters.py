@@ -88,6 +88,7 @@ def ours(model: Path | hw.Engine, prompt: list[int], sampler: hw.Sampler | None 
         ({"max_length": 18, "num_beams": 3, "length_penalty": -1.0, "early_stopping": True}, {}),
         ({"max_length": 18, "num_beams": 4, "no_repeat_ngram_size": 2}, {"num_beams": 2, "repetition_penalty": 1.3}),
         ({"max_length": 18, "num_beams": 4}, {"num_beams": 1}),
+        ({"max_length": 18}, {"length_penalty": 1.0, "early_stopping": False}),
         ({"max_new_tokens": 9, "max_length": 7, "num_beams": 2}, {"length_penalty": 2.0, "early_stopping": "never"}),
     ],
 )

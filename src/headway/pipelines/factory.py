@@ -87,6 +87,9 @@ def pipeline(
         "feature_extractor": feature_extractor,
         "processor": processor,
     }
+    for part, value in parts.items():
+        if isinstance(value, tuple):
+            raise InvalidInput(f"{part} is a tuple; make it with its options first (from_pretrained), and pass that")
     spec = PipelineSpec(
         name=name,
         kind=kind,

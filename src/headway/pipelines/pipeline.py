@@ -42,7 +42,7 @@ class Pipeline(Closing):
     def __init__(
         self, task: Task, *, batch_size: int | str = "auto", key: str | None = None, defaults: Any = None
     ) -> None:
-        self.task, self.name = task, task.name or type(task).__name__
+        self.implementation, self.task = task, task.name or type(task).__name__
         self.defaults = task.Options() if defaults is None else defaults
         device = task.loaded.backend.device
         self._batcher = Batcher(
@@ -66,11 +66,11 @@ class Pipeline(Closing):
         """
         if on_error not in ON_ERROR:
             raise InvalidInput(f"on_error is {short_repr(on_error)}; it must be 'raise' or 'return'")
-        inputs, given = self.task.gather(*by_keyword(self.task, inputs, more, given))
+        inputs, given = self.implementation.gather(*by_keyword(self.implementation, inputs, more, given))
         options = self._options(given)
-        if self.task.is_item(inputs) or inputs is None:
+        if self.implementation.is_item(inputs) or inputs is None:
             result = self._one(inputs, options, on_error)
-            return result if isinstance(result, Exception) else self.task.single(inputs, result, given)
+            return result if isinstance(result, Exception) else self.implementation.single(inputs, result, given)
         if isinstance(inputs, (list, tuple)):
             return list(self._stream(inputs, options, on_error))
         several = hasattr(inputs, "__iter__") or hasattr(inputs, "__getitem__")
@@ -80,14 +80,14 @@ class Pipeline(Closing):
 
     async def submit(self, item: Any = MISSING, /, **given: Any) -> Any:
         """The result of one item; concurrent calls are batched together."""
-        item, given = self.task.gather(*by_keyword(self.task, item, (), given))
+        item, given = self.implementation.gather(*by_keyword(self.implementation, item, (), given))
         return await self._intake.put(item, self._options(given))
 
     def _options(self, given: dict[str, Any]) -> Any:
         for name in FORWARD_PARAMETERS:
             if name in given and name not in getattr(self.defaults, "__dataclass_fields__", {}):
                 raise InvalidInput(f"{name!r} is a parameter of the forward pass; call .forward(..., {name}=...)")
-        return self.task.options(self.defaults, call_options(given, known_options(self.defaults)))
+        return self.implementation.options(self.defaults, call_options(given, known_options(self.defaults)))
 
     def predict(self, X: Any, /) -> Any:
         """The same as a call, by the name that scikit-learn has for it."""
@@ -98,12 +98,12 @@ class Pipeline(Closing):
     def _one(self, item: Any, options: Any, on_error: str) -> Any:
         try:
             job = ItemJob(item, options, _Waiter())
-            job.ready(self.task.preprocess(item, options))
+            job.ready(self.implementation.preprocess(item, options))
             self._batcher.add([job])
             job.sink.event.wait()  # type: ignore[attr-defined]
             if job.error is not None:
                 raise job.error
-            return _postprocess(self.task, job)
+            return _postprocess(self.implementation, job)
         except Exception as error:
             if on_error == "raise":
                 raise
@@ -111,13 +111,14 @@ class Pipeline(Closing):
 
     def _stream(self, source: Iterable[Any], options: Any, on_error: str) -> Iterator[Any]:
         gpu = self.device.type == "cuda"
-        stream = Stream(source, self._intake.start, self.task.lookahead * (GPU_LOOKAHEAD if gpu else 1), options)
+        ahead = self.implementation.lookahead * (GPU_LOOKAHEAD if gpu else 1)
+        stream = Stream(source, self._intake.start, ahead, options)
         with gc_relaxed() if gpu else nullcontext():
             for index, job in stream.jobs():
                 try:
                     if job.error is not None:
                         raise job.error
-                    result = _postprocess(self.task, job)
+                    result = _postprocess(self.implementation, job)
                 except Exception as error:
                     if on_error == "return":
                         result = error
@@ -131,8 +132,8 @@ class Pipeline(Closing):
         """The model inputs for one item or a list of items."""
         options = self._options(given)
         items = list(items) if isinstance(items, (list, tuple)) else [items]
-        prepared = self.task.preprocess_many(items, options)
-        return self.task.collate([row for one in prepared for row in one.rows])
+        prepared = self.implementation.preprocess_many(items, options)
+        return self.implementation.collate([row for one in prepared for row in one.rows])
 
     def forward(self, inputs: Any, /, *, labels: Any = None, **parameters: Any) -> Any:
         """The model's full output on the CPU: a ModelOutput, or a tuple with `return_dict=False`.
@@ -144,7 +145,7 @@ class Pipeline(Closing):
         if labels is not None:
             tensors["labels"] = torch.as_tensor(labels)
         as_dict = parameters.pop("return_dict", True)
-        backend = self.task.loaded.backend
+        backend = self.implementation.loaded.backend
         backend.check(tensors)
         backend.check(parameters)
         if parameters.get("output_attentions"):
@@ -153,19 +154,21 @@ class Pipeline(Closing):
         output = ModelOutput(result if isinstance(result, Mapping) else {"output": result})
         return output if as_dict else output.to_tuple()
 
-    def postprocess(self, item: Any, output: Mapping[str, Any], **given: Any) -> Any:
+    def postprocess(self, item: Any, output: Any = MISSING, /, **given: Any) -> Any:
         """The task's result for one item from its rows of a model's full output."""
+        if not isinstance(output, Mapping):
+            raise InvalidInput("postprocess takes the item and the output of forward: p.postprocess(item, output)")
         options = self._options(given)
-        prepared = self.task.preprocess(item, options)
-        batch = self.task.collate(prepared.rows)
+        prepared = self.implementation.preprocess(item, options)
+        batch = self.implementation.collate(prepared.rows)
         with torch.inference_mode():
-            arrays = HostCopy(self.task.reduce(output, batch, options)).wait()
+            arrays = HostCopy(self.implementation.reduce(output, batch, options)).wait()
         rows = [{name: value[i] for name, value in arrays.items()} for i in range(len(prepared.rows))]
-        return self.task.postprocess(prepared, rows, options)
+        return self.implementation.postprocess(prepared, rows, options)
 
     def save_pretrained(self, folder: str | PathLike[str], **parameters: Any) -> None:
         """Write the model and what prepares its inputs to a folder that `hw.pipeline` and transformers can load."""
-        loaded = self.task.loaded
+        loaded = self.implementation.loaded
         if loaded.quantization is not None:
             raise Unsupported("a model with quantize='int8' cannot be saved; save one without, and quantize it again")
         parts = (loaded.tokenizer, loaded.feature_extractor, loaded.image_processor, loaded.processor)
@@ -185,32 +188,32 @@ class Pipeline(Closing):
     @property
     def model(self) -> Any:
         """The torch module."""
-        return self.task.loaded.module
+        return self.implementation.loaded.module
 
     @property
     def quantization(self) -> Any:
         """The effect of `quantize=` on the model and its outputs, a QuantizationReport; None without it."""
-        return self.task.loaded.quantization
+        return self.implementation.loaded.quantization
 
     @property
     def tokenizer(self) -> Any:
-        return self.task.loaded.tokenizer
+        return self.implementation.loaded.tokenizer
 
     @property
     def image_processor(self) -> Any:
-        return self.task.loaded.image_processor
+        return self.implementation.loaded.image_processor
 
     @property
     def feature_extractor(self) -> Any:
-        return self.task.loaded.feature_extractor
+        return self.implementation.loaded.feature_extractor
 
     @property
     def device(self) -> torch.device:
-        return self.task.loaded.backend.device
+        return self.implementation.loaded.backend.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.task.loaded.backend.placement.dtype
+        return self.implementation.loaded.backend.placement.dtype
 
     def stats(self) -> dict[str, float]:
         """Batches and rows computed, tokens with and without padding, halvings for lack of memory, the token budget.
@@ -225,7 +228,7 @@ class Pipeline(Closing):
             "padded_tokens": batcher.tokens,
             "halvings": batcher.halvings,
             "budget_tokens": batcher.budget.tokens,
-            "replays": getattr(self.task.loaded.unpadded, "replays", 0),
+            "replays": getattr(self.implementation.loaded.unpadded, "replays", 0),
         }
 
     def close(self) -> None:
@@ -233,7 +236,7 @@ class Pipeline(Closing):
         self._finalizer()
 
     def __repr__(self) -> str:
-        return f"Pipeline({self.name!r}, {self.task.loaded!r})"
+        return f"Pipeline({self.task!r}, {self.implementation.loaded!r})"
 
 
 def by_keyword(task: Task, item: Any, more: Sequence[Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

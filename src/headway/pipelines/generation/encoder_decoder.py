@@ -37,7 +37,7 @@ STATES = ("last_hidden_state", "hidden_states", "attentions")
 class Seq2SeqPipeline(Pipeline):
     """A Pipeline with the model's own `encode` and `generate`."""
 
-    task: Text2TextGeneration
+    implementation: Text2TextGeneration
 
     def generate(self, inputs: Any = MISSING, /, *, encoder_outputs: Any = None, **parameters: Any) -> Any:
         """Token ids [items × sequences of each, L], or a ModelOutput with `return_dict_in_generate=True`.
@@ -47,19 +47,19 @@ class Seq2SeqPipeline(Pipeline):
         the model's `generate`.
         """
         known = {field.name for field in fields(self.defaults)}
-        options = self.task.options(self.defaults, {k: v for k, v in parameters.items() if k in known})
+        options = self.implementation.options(self.defaults, {k: v for k, v in parameters.items() if k in known})
         extra = {name: value for name, value in parameters.items() if name not in known}
         tensors = self._inputs_of(inputs, encoder_outputs, "generate")
-        backend = self.task.loaded.backend
+        backend = self.implementation.loaded.backend
         backend.check({**tensors, **extra}, "generate")
         _check_output_flags(extra)
         if extra.get("output_attentions"):
             use_eager_attention(backend.module)
-        keywords = self.task.keywords(options) | extra
+        keywords = self.implementation.keywords(options) | extra
         return self._batcher.call(lambda: self._generate(tensors, keywords, options))
 
     def _generate(self, tensors: Mapping[str, Any], keywords: Mapping[str, Any], options: Any) -> Any:
-        backend, sampled = self.task.loaded.backend, self.task.settings(options).samples(options)
+        backend, sampled = self.implementation.loaded.backend, self.implementation.settings(options).samples(options)
         with per_item_sampling(_count(tensors), options, backend.device, enabled=sampled):
             output = backend(tensors, method="generate", **keywords)
         if isinstance(output, Tensor):
@@ -69,7 +69,7 @@ class Seq2SeqPipeline(Pipeline):
     def encode(self, inputs: Any, /, **parameters: Any) -> ModelOutput:
         """The encoder's output: `last_hidden_state`, its `attention_mask`, and what the parameters add."""
         tensors = dict(self._tensors(inputs))
-        backend = self.task.loaded.backend
+        backend = self.implementation.loaded.backend
         encoder: Any = backend.module.get_encoder()  # type: ignore[operator]
         for name in {**tensors, **parameters}:
             if name not in accepted(type(encoder)):
@@ -96,10 +96,10 @@ class Seq2SeqPipeline(Pipeline):
             if parameters.get(name) is not None:
                 tensors[name] = torch.as_tensor(parameters.pop(name))
         if not {"labels", "decoder_input_ids", "decoder_inputs_embeds"} & {*tensors, *parameters}:
-            tensors["decoder_input_ids"] = torch.full((_count(tensors), 1), self.task.start_token)
+            tensors["decoder_input_ids"] = torch.full((_count(tensors), 1), self.implementation.start_token)
         as_dict = parameters.pop("return_dict", True)
         parameters.setdefault("use_cache", False)
-        backend = self.task.loaded.backend
+        backend = self.implementation.loaded.backend
         backend.check({**tensors, **parameters})
         if parameters.get("output_attentions"):
             use_eager_attention(backend.module)

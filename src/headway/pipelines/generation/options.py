@@ -275,7 +275,7 @@ def _flat(value: Any) -> list[int]:
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-BEAMS = ("length_penalty", "early_stopping")
+BEAMS = {"length_penalty": 1.0, "early_stopping": False}  # of a beam search, and what changes nothing without one
 
 
 def _check_sampling(given: Mapping[str, Any], merged: Mapping[str, Any], seed: int | None) -> None:
@@ -291,8 +291,8 @@ def _check_sampling(given: Mapping[str, Any], merged: Mapping[str, Any], seed: i
 def _check_beams(given: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
     beams, sequences = merged.get("num_beams", 1), merged.get("num_return_sequences", 1)
     if beams == 1:
-        for name in BEAMS:
-            if name in given:
+        for name, off in BEAMS.items():
+            if given.get(name, off) not in (None, off):
                 raise InvalidInput(f"{name} is {given[name]!r} and num_beams is 1; pass num_beams=2 or more too")
     if sequences > beams and (beams > 1 or not merged.get("do_sample")):
         way = f"num_beams={sequences}" + ("" if beams > 1 else " or do_sample=True")

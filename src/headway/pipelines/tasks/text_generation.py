@@ -94,12 +94,12 @@ class TextGenerationPipeline(Closing):
     `generate` → token ids, or all that transformers' `generate` can return.
     """
 
-    name = "text-generation"
+    task = "text-generation"
 
     def __init__(
         self, engine: Engine, task: Task, defaults: TextGenerationOptions, *, owns: bool, folder: Path | None = None
     ) -> None:
-        self.engine, self.task, self.defaults = engine, task, defaults
+        self.engine, self.implementation, self.defaults = engine, task, defaults
         self._loop = LoopThread()
         self._finalizer = weakref.finalize(self, _end, self._loop, engine if owns else None, folder)
         self._tokenizer: Any = None
@@ -218,7 +218,7 @@ class TextGenerationPipeline(Closing):
     # -- one item ------------------------------------------------------------------------------------------------------
 
     def _options(self, given: Mapping[str, Any]) -> TextGenerationOptions:
-        return self.task.options(self.defaults, call_options(given, known_options(self.defaults)))
+        return self.implementation.options(self.defaults, call_options(given, known_options(self.defaults)))
 
     def _one(self, item: Any, options: TextGenerationOptions, on_error: str) -> Any:
         try:

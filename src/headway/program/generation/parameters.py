@@ -248,8 +248,8 @@ def _check_lengths(settled: Parameters, given: GenerationDefaults) -> None:
 
 
 def _check_without_beams(settled: Parameters, given: GenerationDefaults) -> None:
-    for name in ("length_penalty", "early_stopping"):
-        if getattr(given, name) is not None and given.num_beams is None:
+    for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(given, name) not in (None, off) and given.num_beams is None:
             raise InvalidInput(f"{name}={getattr(given, name)!r} has no effect with one beam; give num_beams too")
     if (count := settled.num_return_sequences) > 1 and not settled.draws:
         raise InvalidInput(

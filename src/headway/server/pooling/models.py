@@ -36,7 +36,7 @@ class PoolingModel:
 
     @property
     def task(self) -> Any:
-        return self.pipeline.task
+        return self.pipeline.implementation
 
     @cached_property
     def size(self) -> int | None:
@@ -93,9 +93,11 @@ class PoolingModels:
             )
         kind = ServedEmbedding if role == "embed" else ServedClassifier
         pipeline = open_pipeline(PipelineSpec(name=role, kind=kind, model=self._find(source), device=self._device))
-        if role == "rerank" and pipeline.task.config.num_labels != 1:
+        if role == "rerank" and pipeline.implementation.config.num_labels != 1:
             pipeline.close()
-            raise UnsupportedModel(f"{source} has {pipeline.task.config.num_labels} outputs; a reranker must have one")
+            raise UnsupportedModel(
+                f"{source} has {pipeline.implementation.config.num_labels} outputs; a reranker must have one"
+            )
         return pipeline
 
     # -- requests --------------------------------------------------------------------------------------------------
