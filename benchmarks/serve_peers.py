@@ -95,7 +95,8 @@ async def crowd(
 ) -> dict[str, Any]:
     """So many clients that ask one request after the other."""
     numbers = iter(range(seed, seed + requests))
-    async with httpx.AsyncClient(base_url=url, timeout=START_SECONDS) as client:
+    own = httpx.Limits(max_keepalive_connections=0)  # llama.cpp's server ends a connection after a stream
+    async with httpx.AsyncClient(base_url=url, timeout=START_SECONDS, limits=own) as client:
 
         async def work() -> list[Timed]:
             return [await ask(client, prompt(number, words), tokens, end) for number in numbers]
