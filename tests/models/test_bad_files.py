@@ -16,9 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import headway as hw
 from headway.base.errors import BadModelFile, HeadwayError, UnsupportedModel
 from headway.models.files.gguf import KINDS, GgufFile
 from headway.models.files.weights import open_weights
+from support.hf import random_hf, save_hf
 from support.properties import examples
 
 CPU = torch.device("cpu")
@@ -161,6 +163,16 @@ def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m.gguf")
     with pytest.raises(BadModelFile, match="not a regular file"):
         open_weights(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_in_a_folder_is_refused_without_waiting_for_a_writer(tmp_path: Path, name: str) -> None:
+    _, model = random_hf("llama", 0)
+    folder = save_hf(tmp_path, model)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(HeadwayError, match=f"{name} is not a regular file|has no .*safetensors"):
+        hw.Engine(folder, pages=8).close()
 
 
 def entry(dtype: object = "F32", shape: object = [2], offsets: object = [0, 8]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ LIMIT = 64 << 20  # bytes
 def read_json(path: Path, *, required: bool = False, kind: type = dict) -> Any:
     """The object in a JSON file, or what else `kind` says; empty where there is no such file, unless it is required."""
     try:
-        if path.stat().st_size > LIMIT:
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):
+            raise BadModelFile(f"{path} is not a regular file; a model folder needs one")
+        if state.st_size > LIMIT:
             raise BadModelFile(f"{path} is larger than {LIMIT >> 20} MB; that is not a config file")
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
