@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ def parts_of(text: str, words: tokenizers.pre_tokenizers.PreTokenizer, size: int
     at, length = 0, size
     while at + length < len(text) and length <= LONGEST:
         window = text[at : at + length]
-        starts = (start for _, (start, _) in reversed(words.pre_tokenize_str(window)))
-        if cut := next((start for start in starts if start <= length - MARGIN and _ends(window[start - 1])), 0):
+        spans = [span for _, span in words.pre_tokenize_str(window)]
+        starts = [start for (_, end), (start, _) in pairwise(spans) if end <= start]  # some end within a character
+        if cut := next((s for s in reversed(starts) if s <= length - MARGIN and _ends(window[s - 1])), 0):
             yield window[:cut]
             at, length = at + cut, size
         else:
