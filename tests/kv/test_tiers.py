@@ -424,6 +424,19 @@ def test_a_disk_that_fails_is_counted_and_nothing_else_happens(files: Files, mon
     assert list(files.where.iterdir()) == []
 
 
+def test_a_file_that_is_written_while_all_are_cleared_goes_too(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, replace = files.open(), os.replace
+
+    def cleared(*paths: Any) -> None:
+        replace(*paths)
+        folder.clear()
+
+    monkeypatch.setattr(page_folder.os, "replace", cleared)
+    folder.keep(key(1), page_of(1))
+    folder.close()
+    assert (folder.pages, folder.written, list(files.where.iterdir())) == (0, 0, [])
+
+
 def test_what_comes_faster_than_it_can_be_written_is_dropped(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_folder, "WAITING", PAGE)
     folder = files.open()

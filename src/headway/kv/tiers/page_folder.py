@@ -45,6 +45,7 @@ class PageFolder:
         self._reads: deque[tuple[Sequence[bytes], bytes, Fetched]] = deque()
         self._gone: deque[str] = deque()  # files to be deleted
         self._waiting = 0  # bytes to be written
+        self._writing = ""  # the file that is written now, unless it was cleared meanwhile
         self._closing = False
         self.bytes = self.pages = 0  # of all files, and how many there are
         self.errors = self.damaged = self.dropped = self.written = 0
@@ -89,6 +90,8 @@ class PageFolder:
         with self._changed:
             self._waiting -= sum(len(page) for _, page in self._writes)
             self._writes.clear()
+            if self._writing.startswith(self._scope.hex()):
+                self._writing = ""
             for name in [name for name in self._files if name.startswith(self._scope.hex())]:
                 self._drop(name)
                 self._gone.append(name)
@@ -114,6 +117,7 @@ class PageFolder:
                     read, write = self._reads.popleft(), None
                 elif self._writes:
                     read, write = None, self._writes.popleft()
+                    self._writing = write[0]
                 elif self._closing:
                     return
                 else:
@@ -186,8 +190,11 @@ class PageFolder:
             self._failed("written to", error)
             return
         with self._changed:
-            self._add(name, size)
-            self.written += 1
+            if self._writing == name:
+                self._add(name, size)
+                self.written += 1
+            else:
+                self._gone.append(name)
 
     def _failed(self, verb: str, error: OSError) -> None:
         if not self.errors:
