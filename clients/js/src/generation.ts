@@ -5,7 +5,7 @@ import { Context, type Adapter } from "./context.js";
 import { HeadwayError } from "./errors.js";
 import type { Mask } from "./masks.js";
 import type { Probe } from "./probes.js";
-import type { Seed } from "./samplers.js";
+import type { FilterOptions, Seed } from "./samplers.js";
 
 const WINDOW = 32; // steps that a server may be ahead
 
@@ -90,30 +90,12 @@ export const OwnLayers = (layers: number, options: { maxTokens?: number; adaptiv
   ({ builtin: "own_layers", options: { layers, ...options } }) as const;
 export type BuiltinDrafter = { readonly builtin: string; readonly options: object };
 
-export interface GenerateOptions {
+export interface GenerateOptions extends FilterOptions {
   maxTokens?: number;
   maxLength?: number;
   minTokens?: number;
   minLength?: number;
   doSample?: boolean;
-  temperature?: number;
-  topK?: number;
-  topP?: number;
-  minP?: number;
-  typicalP?: number;
-  epsilonCutoff?: number;
-  etaCutoff?: number;
-  repetitionPenalty?: number;
-  dryMultiplier?: number;
-  dryBase?: number;
-  dryAllowedLength?: number;
-  dryPenaltyLastN?: number;
-  drySequenceBreakers?: string[];
-  xtcProbability?: number;
-  xtcThreshold?: number;
-  mirostat?: number;
-  mirostatTau?: number;
-  mirostatEta?: number;
   noRepeatNgramSize?: number;
   badWordsIds?: number[][];
   sequenceBias?: [number[], number][];

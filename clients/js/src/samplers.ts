@@ -13,16 +13,14 @@ export interface DrawOptions {
   seed?: Seed | null;
 }
 
-export interface SamplingOptions extends DrawOptions {
+/** What samplers and generations have alike. */
+export interface FilterOptions {
+  temperature?: number;
   topK?: number;
   topP?: number;
   minP?: number;
   typicalP?: number;
   repetitionPenalty?: number;
-  presencePenalty?: number;
-  frequencyPenalty?: number;
-  /** Added to logits: by token id, or for every token. */
-  logitBias?: Record<number, number> | Float64Array;
   epsilonCutoff?: number;
   etaCutoff?: number;
   /** A token that would continue a repeated sequence loses this much (DRY); 0 turns it off. */
@@ -38,6 +36,14 @@ export interface SamplingOptions extends DrawOptions {
   mirostat?: number;
   mirostatTau?: number;
   mirostatEta?: number;
+}
+
+export interface SamplingOptions extends FilterOptions {
+  seed?: Seed | null;
+  presencePenalty?: number;
+  frequencyPenalty?: number;
+  /** Added to logits: by token id, or for every token. */
+  logitBias?: Record<number, number> | Float64Array;
 }
 
 const draw = (kind: string, fields: object, { temperature = 1, seed = null }: DrawOptions = {}): Sampler =>
