@@ -14,8 +14,8 @@ from transformers.convert_slow_tokenizer import generate_merges
 from headway.text.gguf_vocab import DIGITS, PRE_TOKENIZERS
 
 
-def byte_level(folder: Path, pre: str) -> Tokenizer:
-    """A small tokenizer in the folder, pre-tokenized as `pre` says, with a chat template."""
+def untrained(pre: str) -> Tokenizer:
+    """A byte-level tokenizer without tokens, pre-tokenized as `pre` says."""
     how = PRE_TOKENIZERS[pre]
     tokenizer = Tokenizer(models.BPE(ignore_merges=how.ignore_merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -24,6 +24,12 @@ def byte_level(folder: Path, pre: str) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     if how.nfc:
         tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def byte_level(folder: Path, pre: str) -> Tokenizer:
+    """A small tokenizer in the folder, pre-tokenized as `pre` says, with a chat template."""
+    tokenizer = untrained(pre)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
     tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)

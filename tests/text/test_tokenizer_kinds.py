@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from headway.text import TextStream
 from headway.text import Tokenizer as Ours
-from headway.text.gguf_vocab import DIGITS, PRE_TOKENIZERS
 from support.properties import examples
+from support.tokenizer_folders import untrained
 
 CORPUS = [
     *Path(__file__).read_text().splitlines(),
@@ -48,14 +48,7 @@ BITS = (
 
 def byte_level(pre: str) -> Callable[[], Tokenizer]:
     def build() -> Tokenizer:
-        how = PRE_TOKENIZERS[pre]
-        tokenizer = Tokenizer(models.BPE(ignore_merges=how.ignore_merges))
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        steps = [digits if s == DIGITS else pre_tokenizers.Split(Regex(s), "isolated") for s in how.steps]
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
-        tokenizer.decoder = decoders.ByteLevel()
-        if how.nfc:
-            tokenizer.normalizer = normalizers.NFC()
+        tokenizer = untrained(pre)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trained(tokenizer, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, special_tokens=[*SPECIAL]))
         return tokenizer
