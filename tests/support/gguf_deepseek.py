@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.gguf_families import EXPERT
-from support.gguf_files import blocks_of
+from support.gguf_files import add_tensors, finish
 from support.hf_families import LATENT, MSCALE
 
 DEEPSEEK_ARCHS = {"deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2}
@@ -55,17 +55,9 @@ def write_deepseek(
             case _:
                 writer.add_string(name, value)
     metadata(writer)
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, model.config.num_hidden_layers)
-    for name, tensor in _converted(load_file(folder / "model.safetensors"), model.config).items():
-        target = table.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        chosen = kind if tensor.ndim >= 2 and "norm" not in target and tensor.shape[-1] % 32 == 0 else "F32"
-        values = tensor.float().contiguous().numpy()
-        writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, model.config.num_hidden_layers)
+    add_tensors(writer, names, _converted(load_file(folder / "model.safetensors"), model.config).items(), kind)
+    finish(writer)
     return path
 
 

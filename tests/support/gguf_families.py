@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from support.gguf_files import blocks_of, interleaved
+from support.gguf_files import add_tensors, finish, interleaved
 
 A = gguf.MODEL_ARCH
 ARCHS = {
@@ -68,23 +68,15 @@ def write_family(
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _keys(writer, c)
     metadata(writer)
-    table = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
-    for name, tensor in _converted(load_file(folder / "model.safetensors"), c):
-        target = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        chosen = kind if tensor.ndim >= 2 and "norm" not in target and tensor.shape[-1] % 32 == 0 else "F32"
-        values = tensor.float().contiguous().numpy()
-        writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
+    tensors = _converted(load_file(folder / "model.safetensors"), c)
+    add_tensors(writer, gguf.get_tensor_name_map(arch, c.num_hidden_layers), tensors, kind)
     if (getattr(c, "rope_parameters", None) or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(c))
     if (getattr(c, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         _longrope(writer, c)
     if c.model_type == "gemma4_text":
         writer.add_tensor("rope_freqs.weight", _turned(c))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -105,10 +97,7 @@ def write_family_lora(path: Path, state: dict[str, Tensor], config: Any, *, alph
         assert target is not None, module
         for side, tensor in (("a", state[name.replace(".lora_B.", ".lora_A.")]), ("b", rows)):
             writer.add_tensor(f"{target}.weight.lora_{side}", tensor.detach().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gguf
@@ -64,10 +64,7 @@ def write(path: Path, tensors: dict[str, tuple[str, np.ndarray]], **metadata: ob
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, (kind, data) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -121,10 +118,7 @@ def write_gguf(
         writer.add_tensor(target, data, raw_dtype=gguf.GGMLQuantizationType[chosen])
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -146,6 +140,27 @@ def blocks_of(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 @torch.no_grad()
+def add_tensors(
+    writer: gguf.GGUFWriter, names: gguf.TensorNameMap, tensors: Iterable[tuple[str, torch.Tensor]], kind: str
+) -> None:
+    """Tensors by their names in a folder, or by the file's own: matrices in `kind`, the rest in F32."""
+    for name, tensor in tensors:
+        target = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        wide = tensor.ndim >= 2 and tensor.shape[-1] % 32 == 0 and "norm" not in target and "conv" not in target
+        chosen = kind if wide else "F32"
+        values = tensor.float().contiguous().numpy()
+        writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file, whose keys and tensors are all there."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def round_weights(model: PreTrainedModel, kind: str) -> None:
     """Give every matrix the values that survive being stored in `kind`."""
     as_kind = gguf.GGMLQuantizationType[kind]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from support.gguf_files import blocks_of, interleaved
+from support.gguf_files import add_tensors, finish, interleaved
 from support.hf_families import DELTA, RECURRENT, SHARED, build_hf, family_model
 
 A = gguf.MODEL_ARCH
@@ -53,18 +53,9 @@ def write_recurrent(
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _keys(writer, c)
     metadata(writer)
-    table = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
-    for name, tensor in _converted(load_file(folder / "model.safetensors"), c):
-        target = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        wide = tensor.ndim >= 2 and tensor.shape[-1] % 32 == 0 and "norm" not in target and "conv" not in target
-        values = tensor.float().contiguous().numpy()
-        chosen = kind if wide else "F32"
-        writer.add_tensor(target, blocks_of(values, chosen), raw_dtype=gguf.GGMLQuantizationType[chosen])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors = _converted(load_file(folder / "model.safetensors"), c)
+    add_tensors(writer, gguf.get_tensor_name_map(arch, c.num_hidden_layers), tensors, kind)
+    finish(writer)
     return path
 
 
