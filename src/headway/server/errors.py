@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -94,6 +95,13 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400. The message gives the value, the limit and a way out; `param` names the field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def check_fields(given: BaseModel, known: Collection[str], where: str, what: str) -> None:
+    """Raise for a field that is another type's: nothing would read it."""
+    for name in type(given).model_fields:
+        if name not in known and getattr(given, name):
+            raise bad_request(f"{where}.{name} is not a field of {what}; remove it", f"{where}.{name}", "unknown_field")
 
 
 def route_path(scope: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from headway.server.api.request_schema import (
     ToolDefinition,
 )
 from headway.server.chats.fields import template_reads
-from headway.server.errors import ApiError, bad_request
+from headway.server.errors import ApiError, bad_request, check_fields
 
 FIELDS = {
     "stop": "stop_sequences",
@@ -200,12 +200,8 @@ def _texts(blocks: Sequence[ContentBlock], where: str) -> str:
 
 def _check_fields(block: ContentBlock, where: str) -> None:
     """Raise for a field that is another block's: nothing would read it."""
-    known = BLOCK_FIELDS.get(block.type)
-    for name in () if known is None else type(block).model_fields:
-        if name not in known and name not in EVERY_BLOCK and getattr(block, name):  # pyright: ignore
-            raise bad_request(
-                f"{where}.{name} is not a field of a block {block.type}; remove it", f"{where}.{name}", "unknown_field"
-            )
+    if (known := BLOCK_FIELDS.get(block.type)) is not None:
+        check_fields(block, (*EVERY_BLOCK, *known), where, f"a block {block.type}")
 
 
 def _required(block: ContentBlock, field: str, where: str) -> Any:

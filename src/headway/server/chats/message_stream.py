@@ -244,9 +244,7 @@ class MessageStream:
             left,
             free=item is None or is_format,
             wrap=self._format_or_call if either else None,
-            drafts=not (
-                self._policy.strict or self._policy.one_call or either or self._may_close
-            ),  # what ends an item must end a step
+            drafts=not (self._ends_early or either),  # what ends an item must end a step
         )
         before_text = self._context.text_before
         self._reader.begin(before_text)

@@ -68,7 +68,7 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     with serving.queue_slot(tenant), fields_named(FIELDS):
         check = RequestChecks(serving, lease.engine)
         asked = await check.threads.run(_completion, body, check)
-        job = await plan_completion(asked, serving, tenant, lease, native_extras(body, lease, (asked.max_tokens or 0,)))
+        job = await plan_completion(asked, serving, tenant, lease, native_extras(body, lease))
     native = NativeJob(job, "infill", body, lease.engine)
     return await respond(serving, request, asked, native, tokens=job.tokens, lease=lease, shape=native.shape)
 

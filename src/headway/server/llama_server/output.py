@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import field
 from typing import Any, Literal
 
 from headway.base.dataclass import dataclass
 from headway.base.specs.probes import Rank
 from headway.program.engine import Engine
-from headway.server.api.prompts import decode
 from headway.server.api.response_schema import ResponseSchema, Usage
 from headway.server.api.tokens import ScoredToken, json_logprob, token_bytes
 from headway.server.llama_server.request_schema import NativeFields
@@ -82,10 +80,8 @@ class NativeText(ResponseSchema):
 
 @dataclass
 class NativeSequence:
-    """One sequence so far."""
+    """What a sequence has done so far, besides its text."""
 
-    texts: list[str] = field(default_factory=list)
-    tokens: list[ScoredToken] = field(default_factory=list)
     generated: int = 0
     breaks: bool = False  # its text has a line break
     first: float = 0.0  # when its first delta was there
@@ -108,9 +104,7 @@ class NativeJob:
     def add(self, delta: SequenceDelta, admitted: Any) -> None:
         self._job.add(delta, admitted)
         if not self._body.stream:
-            sequence = self._take(delta)
-            sequence.texts.append(delta.text)
-            sequence.tokens += delta.tokens
+            self._take(delta)
 
     def _take(self, delta: SequenceDelta) -> NativeSequence:
         """The sequence of a delta, after it."""
@@ -122,7 +116,7 @@ class NativeJob:
         return sequence
 
     def response(self) -> dict[str, Any] | list[dict[str, Any]]:
-        whole = [self._fields(i, "".join(one.texts), one.tokens) for i, one in enumerate(self._sequences)]
+        whole = [self._fields(i, "".join(one.texts), one.tokens) for i, one in enumerate(self._job.sequences)]
         return whole if len(whole) > 1 else whole[0]
 
     def chunks(self, delta: SequenceDelta) -> Iterable[dict[str, Any]]:
@@ -149,7 +143,7 @@ class NativeJob:
             "has_new_line": sequence.breaks,
         }
         if end is not None:
-            fields |= {"prompt": decode(prompt.ids, self._engine), "generation_settings": self._settings}
+            fields |= {"prompt": prompt.text, "generation_settings": self._settings}
         if end is not None or self._body.timings_per_token:
             fields["timings"] = _timings(sequence, end, len(prompt.ids))
         if self._is_ranked:
@@ -188,7 +182,7 @@ class NativeJob:
 
     @property
     def response_size(self) -> int:
-        counted = sum(len(token.best) + 1 for one in self._sequences for token in one.tokens)
+        counted = sum(len(token.best) + 1 for one in self._job.sequences for token in one.tokens)
         return counted if self._is_ranked else 0
 
     def chunk_size(self, deltas: Iterable[SequenceDelta]) -> int:

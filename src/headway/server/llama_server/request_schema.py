@@ -127,8 +127,9 @@ def native_limit(body: NativeFields, longest: int, check: RequestChecks, field: 
     return 0 if given == 0 else limit
 
 
-def native_extras(body: NativeFields, lease: ModelLease, limits: tuple[int, ...]) -> CompletionExtras:
-    """What the request asks of a completion beyond OpenAI's fields. `limits` are those of its prompts."""
+def native_extras(body: NativeFields, lease: ModelLease, limits: tuple[int, ...] = ()) -> CompletionExtras:
+    """What the request asks of a completion beyond OpenAI's fields. `limits` are those of its prompts, if they
+    differ."""
     for name in ("n_indent", "n_discard"):
         _check_low(name, getattr(body, name), 0)
     for name in ("t_max_predict_ms", "n_keep"):

@@ -94,9 +94,9 @@ async def plan_completion(
     prompts = await read_prompts(
         body.prompt, check, truncate=body.truncate_prompt_tokens, max_tokens=max_tokens, suffix=body.suffix
     )
-    for prompt, limit in zip(prompts, extras.limits or [max_tokens] * len(prompts), strict=True):
-        check.max_new_tokens(len(prompt.ids), limit, plan.min_tokens, "prompt")
     job = CompletionJob(body, plan, prompts, max_tokens, extras)
+    for prompt, limit in zip(prompts, job.limits, strict=True):
+        check.max_new_tokens(len(prompt.ids), limit, plan.min_tokens, "prompt")
     if body.echo:
         check.prompt_logprobs("logprobs", job.usage.prompt, body.logprobs, n)
     check.prompt_logprobs("prompt_logprobs", job.usage.prompt, plan.prompt_logprobs, n)
@@ -207,7 +207,6 @@ class CompletionJob:
         self._scores: dict[int, list[Any]] = {}  # `prompt_logprobs` by the prompt's number, for all its choices
         self._echoed: dict[int, dict[str, Any]] = {}  # `logprobs` of echoed prompts
         self._begun: set[int] = set()  # sequences whose first chunk was sent
-        self.generated = 0  # tokens so far
         self.usage = TokenUsage(prompt=sum(len(prompt.ids) for prompt in prompts))
         self.tokens = self.usage.prompt + plan.width * sum(self._limits)  # upper bound of what is computed
 
@@ -218,6 +217,11 @@ class CompletionJob:
     @property
     def prompts(self) -> Sequence[Prompt]:
         return self._prompts
+
+    @property
+    def sequences(self) -> Sequence[SequenceState]:
+        """Where the response is whole: what each of them has."""
+        return self._sequences
 
     @property
     def limits(self) -> Sequence[int]:
@@ -332,7 +336,6 @@ class CompletionJob:
 
     def add(self, delta: SequenceDelta, admitted: AdmittedRequest) -> None:
         if delta.new:
-            self.generated += delta.new
             admitted.tokens(delta.new, choice=delta.index)
         if delta.finish is not None:
             admitted.finish(delta.finish)

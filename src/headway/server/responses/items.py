@@ -28,7 +28,7 @@ from headway.server.api.request_schema import (
     ToolDefinition,
     custom_arguments,
 )
-from headway.server.errors import ApiError, bad_request
+from headway.server.errors import ApiError, bad_request, check_fields
 from headway.server.responses.request_schema import (
     AllowedFunctionTools,
     CustomTool,
@@ -173,7 +173,8 @@ def chat_messages(items: Sequence[InputItem], earlier: Sequence[ChatMessage] = (
     answered = {message.tool_call_id for message in earlier if message.tool_call_id is not None}
     turns: list[dict[str, Any]] = []
     for i, item in enumerate(items):
-        _check_fields(item, ITEM_FIELDS[item.type or "message"], f"input[{i}]", f"an item {item.type or 'message'}")
+        kind = item.type or "message"
+        check_fields(item, (*EVERY_ITEM, *ITEM_FIELDS[kind]), f"input[{i}]", f"an item {kind}")
         _add(item, f"input[{i}]", turns, calls, answered)
     for turn in turns:
         if turn["role"] == "assistant" and "tool_calls" not in turn:
@@ -227,13 +228,6 @@ def _add(item: InputItem, where: str, turns: list[dict[str, Any]], calls: set[st
             raise bad_request(
                 f"{where} is an item_reference; pass the item itself, or previous_response_id", where, "unsupported"
             )
-
-
-def _check_fields(given: InputItem | ItemPart, known: Collection[str], where: str, what: str) -> None:
-    """Raise for a field that is another type's: nothing would read it."""
-    for name in type(given).model_fields:
-        if name not in known and name not in EVERY_ITEM and getattr(given, name):
-            raise bad_request(f"{where}.{name} is not a field of {what}; remove it", f"{where}.{name}", "unknown_field")
 
 
 def _add_message(item: InputItem, where: str, turns: list[dict[str, Any]]) -> None:
@@ -356,7 +350,7 @@ def _text(content: str | Sequence[ItemPart] | None, kind: str, where: str) -> st
                 f"{where}[{i}].type",
                 "unsupported",
             )
-        _check_fields(part, PART_FIELDS[part.type], f"{where}[{i}]", f"a part {part.type}")
+        check_fields(part, (*EVERY_ITEM, *PART_FIELDS[part.type]), f"{where}[{i}]", f"a part {part.type}")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise _missing(f"{where}[{i}].{'refusal' if part.type == 'refusal' else 'text'}", f"a part {part.type}")
