@@ -5,24 +5,12 @@ from __future__ import annotations
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.kernels.host.attention import ChunkWindow
+from headway.kernels.native.library import ADAPTER_ROLES as ADAPTED  # linear layers that adapters may change
 from headway.models.config import ModelConfig
 from headway.models.families import is_llama_like
 from headway.models.weights.shapes import layer_shapes
 
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
-# Linear layers that adapters may change: these, and those of gated attention, recurrent layers and latent attention.
-ADAPTED = (
-    *ATTENTION,
-    *FEED_FORWARD,
-    "attention_gate",
-    "mix_in",
-    "mix_qkv",
-    "mix_beta",
-    "mix_step",
-    "mix_gate",
-    "mix_out",
-)
-ADAPTED += ("q_down", "q_up", "kv_down")
 
 
 @dataclass(frozen=True)
@@ -52,14 +40,13 @@ class Capabilities:
         plain = is_llama_like(config)
         recurs = config.description.recurrence is not None
         native = why_no_native_layers(config) is None
+        roles = set[str]().union(*(layer_shapes(config, layer) for layer in range(config.layers)))
         return cls(
             runner=runner,
             reason=reason,
             native=native,
             triton=why_no_triton_layers(config) is None,
-            adapters=tuple(
-                role for role in ADAPTED if any(role in layer_shapes(config, l) for l in range(config.layers))
-            ),
+            adapters=tuple(role for role in ADAPTED if role in roles),
             adapts_head=config.description.logit_scale == 1.0 and config.description.logit_cap is None,
             quantize=native and not split,
             keeps_quantized=native and not split,

@@ -14,8 +14,9 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # of longrope in GGUF files
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 # GGUF keys for rope variants that this decoder does not have, and the values that change nothing.
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
 GGUF_ROPE_EXTRAS = {
-    "rope.scaling.attn_factor": 1.0,
+    ATTENTION_FACTOR: 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.alpha": 0.0,
@@ -143,11 +144,13 @@ def gguf_rope(keys: Keys, head_dim: int, theta: float, *, latent: bool = False, 
     """
     dim = keys.int("rope.dimension_count", head_dim)
     theta = keys.float("rope.freq_base", theta)
-    if short_factors:
-        return _gguf_longrope(keys, dim, theta)
     for key, plain in GGUF_ROPE_EXTRAS.items():
+        if short_factors and key == ATTENTION_FACTOR:
+            continue
         if (value := keys.get(key)) is not None and value != plain:
             raise Unsupported(f"GGUF: {keys.prefix}{key} is {value!r}; only {plain}, or no such key, is supported")
+    if short_factors:
+        return _gguf_longrope(keys, dim, theta)
     kind = keys.get("rope.scaling.type") or "default"
     if kind == "longrope":
         raise BadModelFile(f"GGUF: the rope type is 'longrope', and the file has no {SHORT_FACTORS!r}")
@@ -174,7 +177,7 @@ def _gguf_longrope(keys: Keys, dim: int, theta: float) -> Rope:
         raise BadModelFile(f"GGUF: the rope type is {kind!r}, and the file has {SHORT_FACTORS!r}, which is longrope's")
     plain = _rope(keys, "default", dim, theta, 0)
     original = keys.size("rope.scaling.original_context_length")
-    scale = keys.positive("rope.scaling.attn_factor", 1.0)
+    scale = keys.positive(ATTENTION_FACTOR, 1.0)
     return replace(
         plain, kind="longrope", original_positions=original, attention_factor=scale, factors=(1.0,) * (dim // 2)
     )

@@ -113,19 +113,20 @@ class Tokenizer:
             return None
         data = file.read_bytes()
         config = read_json(folder / "tokenizer_config.json")
+        said = {**read_json(folder / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
         source = read_byte_level(data)
-        native = None if source is None else source.native(_missing(folder, config, source)[1])
-        backend = native or _whole(folder, config, data, file)
+        native = None if source is None else source.native(_missing(folder, said, source)[1])
+        backend = native or _whole(folder, said, data, file)
         frame = source.frame if native is not None and source is not None else backend
         assert not isinstance(frame, NativeBpe)
-        names, _ = _missing(folder, config, backend)
+        names, _ = _missing(folder, said, backend)
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
         bos, add_bos = _bos(frame, bos, config.get("add_bos_token"), folder, backend)
         eos = [backend.token_to_id(names["eos_token"])] if "eos_token" in names else []
         ends = [*_generation_eos(folder), *eos, *_end_markers(backend, template_sources(folder))]
         return cls(
             backend,
-            make_backend=partial(_whole, folder, config, data, file),
+            make_backend=partial(_whole, folder, said, data, file),
             bos_id=bos,
             eos_ids=tuple(dict.fromkeys(ends)),
             add_bos=add_bos,
@@ -215,8 +216,7 @@ class Tokenizer:
         """The last of `ids` that has text, or None: then what follows them begins a text."""
         for each in reversed(ids):
             id = check_token_id(each, "a token of after")
-            known = 0 <= id < self.vocab_size and self._name(id) is not None
-            if known and not (skip_special and id in self.special_ids) and self._token_bytes(id):
+            if self.has(id) and not (skip_special and id in self.special_ids) and self._token_bytes(id):
                 return id
         return None
 
@@ -232,7 +232,7 @@ class Tokenizer:
         except TypeError as error:
             raise WrongType(f"ids is {short_repr(ids)}; token ids are integers") from error
         for id in checked:
-            if not 0 <= id < self.vocab_size or self._name(id) is None:
+            if not self.has(id):
                 raise InvalidToken(f"token id {id} is not in the vocabulary of {self.vocab_size} tokens")
         return checked
 
@@ -242,7 +242,7 @@ class Tokenizer:
 
     def has(self, id: int) -> bool:
         """Whether an id has a token."""
-        return self._name(id) is not None
+        return 0 <= id < self.vocab_size and self._name(id) is not None
 
     def token_to_id(self, name: str) -> int | None:
         """The id of the token with this name."""
@@ -402,7 +402,7 @@ def _remove_special(state: dict[str, Any], special: set[str]) -> bool:
 # --- a Hugging Face folder
 
 
-def _whole(folder: Path, config: Mapping[str, Any], data: bytes, file: Path) -> tokenizers.Tokenizer:
+def _whole(folder: Path, said: Mapping[str, Any], data: bytes, file: Path) -> tokenizers.Tokenizer:
     """The tokenizers package's own, with the folder's special tokens marked."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
@@ -413,20 +413,19 @@ def _whole(folder: Path, config: Mapping[str, Any], data: bytes, file: Path) -> 
         raise
     except BaseException as error:  # a panic inside tokenizers is not an Exception
         raise BadModelFile(f"{file} is not a usable tokenizer.json: {error}") from error
-    _, missing = _missing(folder, config, backend)
+    _, missing = _missing(folder, said, backend)
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
     return backend
 
 
 def _missing(
-    folder: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer | NativeBpe | ByteLevelFile
+    folder: Path, said: Mapping[str, Any], backend: tokenizers.Tokenizer | NativeBpe | ByteLevelFile
 ) -> tuple[dict[str, str], list[str]]:
     """The text of each named special token in the vocabulary; and which of BOS, EOS and the additional ones are not
     marked as special."""
-    both = {**read_json(folder / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
-    names = {role: text for role in ROLES if (text := _content(both.get(role), folder, role)) is not None}
+    names = {role: text for role in ROLES if (text := _content(said.get(role), folder, role)) is not None}
     names = {role: text for role, text in names.items() if backend.token_to_id(text) is not None}
-    extra = both.get("additional_special_tokens") or []
+    extra = said.get("additional_special_tokens") or []
     if not isinstance(extra, list):
         raise BadModelFile(f"additional_special_tokens in {folder} is {short_repr(extra)}; it must be a list")
     special = {names.get("bos_token"), names.get("eos_token"), *(_content(t, folder, "special token") for t in extra)}

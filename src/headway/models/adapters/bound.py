@@ -12,6 +12,7 @@ from headway.base.arrays import widen
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
 from headway.models.adapters.adapter import Adapter
+from headway.models.adapters.gguf import NAMES as GGUF_MODULES
 from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
 from headway.models.adapters.modules import HEADS, Module, Share, layer_modules
 from headway.models.adapters.target_rules import Patterns
@@ -19,7 +20,6 @@ from headway.models.capabilities import ADAPTED, ATTENTION, Capabilities
 from headway.models.config import ModelConfig
 from headway.models.description import GatedDelta
 from headway.models.families import FAMILIES, by_name
-from headway.models.weights.roles import GGUF_NAMES
 from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import has_experts, layer_shapes
 
@@ -91,7 +91,7 @@ class _Modules:
         if self._adapter.in_order:
             return {role: Module(shape, (Share(role),)) for role, shape in layer_targets(self._config, layer).items()}
         gguf = self._adapter.architecture is not None
-        named = {GGUF_NAMES[role] if gguf else module: role for module, role in MODULES.items()}
+        named = GGUF_MODULES if gguf else MODULES
         return {named.get(name, name): m for name, m in layer_modules(self._config, layer, gguf=gguf).items()}
 
 

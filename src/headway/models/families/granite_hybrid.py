@@ -10,7 +10,7 @@ from headway.models.description import Experts
 from headway.models.families.family import Cut, Family
 from headway.models.families.gguf_experts import gguf_experts
 from headway.models.families.granite import gguf_multipliers, multipliers
-from headway.models.families.granite_moe import expert_half
+from headway.models.families.parts import stacked_experts
 from headway.models.families.recurrent_parts import (
     check_activation,
     gguf_mamba2,
@@ -95,8 +95,7 @@ FAMILY = Family(
     gguf_parts=gguf_ssm(columns=True),
     parts={
         "router": "block_sparse_moe.router.layer.weight",
-        "expert_gate": expert_half(True),
-        "expert_up": expert_half(False),
+        **stacked_experts("block_sparse_moe.input_linear.weight"),
         "expert_down": "block_sparse_moe.output_linear.weight",
         "shared_gate": _shared(True),
         "shared_up": _shared(False),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.models.description import Experts
-from headway.models.families.family import Cut, Family
+from headway.models.families.family import Family
 from headway.models.families.gguf_experts import gguf_experts
 from headway.models.families.granite import gguf_multipliers, multipliers
+from headway.models.families.parts import stacked_experts
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -25,19 +26,6 @@ def describe_gguf(keys: Keys, config: ModelConfig, tensors: set[str]) -> ModelCo
     return replace(config, description=replace(gguf_multipliers(keys), experts=gguf_experts(keys, config)))
 
 
-def expert_half(first: bool) -> Cut:
-    """The gates, or the ups, of all experts."""
-
-    def take(tensor: Any, c: ModelConfig) -> Any:
-        return tensor[:, : c.intermediate_size] if first else tensor[:, c.intermediate_size :]
-
-    def shape(c: ModelConfig) -> tuple[int, ...]:
-        assert c.description.experts is not None
-        return (c.description.experts.count, 2 * c.intermediate_size, c.hidden_size)
-
-    return Cut("block_sparse_moe.input_linear.weight", shape, take)
-
-
 FAMILY = Family(
     name="granite-moe",
     architectures=("GraniteMoeForCausalLM",),
@@ -52,8 +40,7 @@ FAMILY = Family(
     describe_gguf=describe_gguf,
     parts={
         "router": "block_sparse_moe.router.layer.weight",
-        "expert_gate": expert_half(True),
-        "expert_up": expert_half(False),
+        **stacked_experts("block_sparse_moe.input_linear.weight"),
         "expert_down": "block_sparse_moe.output_linear.weight",
     },
 )

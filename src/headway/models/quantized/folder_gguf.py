@@ -26,7 +26,6 @@ from headway.models.weights.roles import FREQUENCIES, GGUF_NAMES, GGUF_PARTS, Ro
 from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import has_experts, layer_shapes, model_shapes
 
-CYCLED = ("qwen3.5", "qwen3.5-moe")  # families whose files have the value heads of a key head apart
 BY_VALUE_HEAD = ("mix_gate", "mix_beta", "mix_step", "step_bias", "rate", "mix_out")
 TOKEN_INPUTS = GGUF_PARTS["token_inputs"]
 STILL = 1e30  # the divisor of a frequency that is none
@@ -42,7 +41,6 @@ class FolderAsGguf:
         self._roles.check()
         self._family = _family_of(path, config)
         self._config, self._weights = config, weights
-        self._cycled = self._family.name in CYCLED
         self._parts: dict[str, list[tuple[str, str, tuple[int, ...], Part]]] = {}  # name → role, at, shape, where
         for at, mine, shapes in self._places():
             for role, shape in shapes.items():
@@ -117,7 +115,7 @@ class FolderAsGguf:
         values, c = folder_array(self._roles, role, shape, at), self._config
         if c.description.norm == "rms+1" and role.endswith("_norm") and role != "mix_norm":
             values = values + np.float32(1)
-        if self._cycled:
+        if self._family.cycled_gguf:
             return by_turns(role, values, c)
         pairs = self._family.interleaved_gguf and not c.interleaved_weights
         if pairs and role.removesuffix("_bias") in ("q", "k"):
@@ -202,7 +200,7 @@ def _as_written(c: ModelConfig, written: ModelConfig) -> ModelConfig:
     own, a scaled rope, a size that no layer has, tables with other rows at the end."""
     how, rope = c.description, c.rope
     how = replace(how, norm="rms" if how.norm == "rms+1" else how.norm)
-    if isinstance(how.recurrence, GatedDelta) and written.family in CYCLED:
+    if isinstance(how.recurrence, GatedDelta) and by_name(written.family).cycled_gguf:
         how = replace(how, recurrence=replace(how.recurrence, cycled=True))
     if written.family in TURNED and (rope.dim, rope.theta) == (written.rope.dim, written.rope.theta):
         rope = written.rope if rope.kind in ("default", "proportional") else rope  # a tensor says how much

@@ -120,23 +120,8 @@ class GivenWeights:
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The weights of a model, by their names in a Hugging Face folder, with their shapes."""
-    if not is_llama_like(config):
-        names = parts_of(by_name(config.family), gguf=False)
-        shapes = folder_shapes(config)
-        return {str(names["output"]): shapes[str(names["embedding"])], **shapes}
-    shapes = {HF_NAMES[role]: shape for role, shape in model_shapes(config).items()}
-    shapes[HF_NAMES["output"]] = shapes[HF_NAMES["embedding"]]  # a tied one may be given, too
-    for i in range(config.layers):
-        at = HF_NAMES["layer"].format(i)
-        shapes |= {at + _hf_name(role): shape for role, shape in layer_shapes(config, i).items()}
-    return shapes
-
-
-def _hf_name(role: str) -> str:
-    """The name of a layer's weight, after that of the layer."""
-    if role.endswith("_norm"):
-        return HF_NAMES[role]
-    return f"{HF_NAMES[role.removesuffix('_bias')]}.{'bias' if role.endswith('_bias') else 'weight'}"
+    names, shapes = parts_of(by_name(config.family), gguf=False), folder_shapes(config)
+    return {str(names["output"]): shapes[str(names["embedding"])], **shapes}  # a tied one may be given, too
 
 
 def _weight(name: object, value: Any) -> Any:
