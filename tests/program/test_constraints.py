@@ -754,6 +754,8 @@ CROSS = {"allOf": [{"anyOf": [obj({f"p{i}": {"const": j}}) for j in range(6)]} f
         ({"not": {"type": "string"}}, "'not'"),
         ({"if": {}, "then": {}}, "'if'"),
         ({"propertyNames": {"format": "uuid"}}, "propertyNames"),
+        ({"propertyNames": {"maxLength": None}}, "propertyNames"),
+        ({"propertyNames": {"minLength": 5, "maxLength": 3}}, "propertyNames"),
         ({"propertyNames": {"enum": ["ab", "c"], "maxLength": 1}}, "propertyNames"),
         ({"propertyNames": {"enum": 5}}, "propertyNames"),
         ({"propertyNames": {"enum": ["a", 1]}}, "propertyNames"),

@@ -476,9 +476,13 @@ def _only_matched(schema: Any) -> str | None:
     says = schema.keys() - {"type", *ANNOTATIONS}
     if says == {"pattern"}:
         return schema["pattern"] if isinstance(schema["pattern"], str) else None
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if says <= {"minLength", "maxLength"} and all(type(count) is int and count >= 0 for count in (least, most or 0)):
-        return f"^[^\\x00]{{{least},{most}}}$"
+    counts = [schema[name] for name in ("minLength", "maxLength") if name in schema]
+    if (
+        says <= {"minLength", "maxLength"}
+        and all(type(n) is int and n >= 0 for n in counts)
+        and counts == sorted(counts)
+    ):
+        return f"^[^\\x00]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
     return None
 
 
