@@ -15,15 +15,13 @@ from peft import PeftModel
 from transformers.pytorch_utils import Conv1D
 
 import headway as hw
-from support.checks import all_logits, random_tokens
+from support.checks import all_logits, assert_close, random_tokens
 from support.gguf_families import write_family, write_family_lora
 from support.gguf_recurrent import recurrent_model, write_recurrent
 from support.hf import save_hf
-from support.hf_families import CASES, LATENT_AND_CHUNKED, PER_LAYER, RECURRENT, family_model
+from support.hf_families import NAMES, family_model
 from support.lora import logits_of, save_lora, state_of, with_lora
 
-GROUPS = [group for groups in (CASES, RECURRENT, LATENT_AND_CHUNKED, PER_LAYER) for group in groups.values()]
-NAMES = [name for group in GROUPS for name in group]
 QUICK = ("gpt2", "gpt-neox", "falcon-new", "gptj", "phi3", "glm4", "qwen3.5", "lfm2", "mamba2", "deepseek-v2")
 # What adapters do not change, by the end of its name; families whose logits are scaled or capped refuse the head, too.
 REFUSED = (
@@ -51,18 +49,6 @@ def adapted(model: Any, layers: Iterable[str]) -> PeftModel:
     return with_lora(model, target_modules="|".join(re.escape(layer) for layer in layers))
 
 
-def logits(engine: hw.Engine, tokens: list[int], adapter: hw.Adapter) -> np.ndarray:
-    with engine.context() as context:
-        forward = context.forward().input(tokens).adapter(adapter)
-        handles = [forward.probe(i, hw.Logits()) for i in range(len(tokens))]
-        out = forward.execute().result()
-    return np.stack([out.logits(h) for h in handles])
-
-
-def close(found: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(found - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
-
-
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_every_linear_layer_gives_the_logits_of_peft(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +66,7 @@ def test_every_linear_layer_gives_the_logits_of_peft(
     for native, deterministic in (("auto", False), ("auto", True), ("off", False)):
         monkeypatch.setenv("HEADWAY_NATIVE", native)
         with hw.Engine(folder, dtype="float32", pages=16, threads=2, deterministic=deterministic) as engine:
-            close(logits(engine, tokens, adapter), expected)
+            assert_close(all_logits(engine, tokens, adapter), expected)
 
 
 def split(model: Any, engine: hw.Engine) -> tuple[list[str], list[str]]:
@@ -109,7 +95,7 @@ def test_beside_quantized_weights_an_adapter_is_peft_s_but_for_their_rounding(
             wrapped = adapted(model, taken)
             adapter = hw.Adapter.from_tensors(state_of(wrapped), alpha=6)
             error = kl(logits_of(model, tokens), all_logits(engine, tokens))
-            found.append(logits(engine, tokens, adapter))
+            found.append(all_logits(engine, tokens, adapter))
             assert kl(logits_of(wrapped, tokens), found[-1]) <= 5 * error + 1e-4
             assert kl(logits_of(wrapped, tokens), all_logits(engine, tokens)) > 0.005
     if name in SAME_BITS:
@@ -142,7 +128,7 @@ def test_a_gguf_adapter_is_the_peft_adapter(name: str, tmp_path: Path) -> None:
     adapter = hw.Adapter.load(write_family_lora(given, state_of(wrapped), model.config, alpha=6.0))
     for path in (folder, file):
         with hw.Engine(path, dtype="float32", pages=16, threads=1) as engine:
-            close(logits(engine, tokens, adapter), expected)
+            assert_close(all_logits(engine, tokens, adapter), expected)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +150,7 @@ def test_a_recurrent_model_of_a_gguf_file_takes_peft_s_adapters(name: str, tmp_p
                     engine.load_adapter(hw.Adapter.from_tensors(state_of(adapted(model, [layer]))))
         wrapped = adapted(model, taken)
         adapter = hw.Adapter.from_tensors(state_of(wrapped), alpha=6)
-        close(logits(engine, tokens, adapter), logits_of(wrapped, tokens))
+        assert_close(all_logits(engine, tokens, adapter), logits_of(wrapped, tokens))
 
 
 def test_drafts_of_the_first_layers_are_made_under_the_same_rows(tmp_path: Path) -> None:
@@ -230,7 +216,7 @@ def test_a_config_means_what_it_does_in_peft_for_modules_of_other_names(tmp_path
     tokens, wrapped = random_tokens(97, 9), with_lora(model, **config)
     adapter = hw.Adapter.load(save_lora(tmp_path / "adapter", wrapped))
     with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=8, threads=1) as engine:
-        close(logits(engine, tokens, adapter), logits_of(wrapped, tokens))
+        assert_close(all_logits(engine, tokens, adapter), logits_of(wrapped, tokens))
         facts = wrapped.peft_config["default"].to_dict()
         some = {name: t for name, t in state_of(wrapped).items() if "h.1." not in name}
         if some and len(some) < len(state_of(wrapped)):

@@ -16,11 +16,9 @@ import headway as hw
 from support.checks import all_logits, assert_close, random_tokens
 from support.gguf_families import write_family
 from support.hf import save_hf
-from support.hf_families import CASES, LATENT_AND_CHUNKED, PER_LAYER, RECURRENT, family_model
+from support.hf_families import NAMES, family_model
 from support.lora import logits_of, state_of, with_lora
 
-GROUPS = [group for groups in (CASES, RECURRENT, LATENT_AND_CHUNKED, PER_LAYER) for group in groups.values()]
-NAMES = [name for group in GROUPS for name in group]
 QUICK = ("gpt2", "falcon-new", "glm4", "gpt-oss", "mixtral", "qwen3-next")
 TOKENS = random_tokens(97, 21)
 

@@ -24,18 +24,20 @@ def random_tokens(vocab: int, n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(vocab, size=n).tolist()
 
 
-def logit_rows(context: hw.Context, tokens: Sequence[int]) -> np.ndarray:
+def logit_rows(context: hw.Context, tokens: Sequence[int], adapter: hw.Adapter | None = None) -> np.ndarray:
     """The logits of every row of one pass [n, V]."""
     forward = context.forward().input(tokens)
+    if adapter is not None:
+        forward = forward.adapter(adapter)
     handles = [forward.probe(i, hw.Logits()) for i in range(len(tokens))]
     out = forward.execute().result()
     return np.stack([out.logits(h) for h in handles])
 
 
-def all_logits(engine: hw.Engine, tokens: Sequence[int]) -> np.ndarray:
+def all_logits(engine: hw.Engine, tokens: Sequence[int], adapter: hw.Adapter | None = None) -> np.ndarray:
     """The logits of every row of a prompt in a fresh context [n, V]."""
     with engine.context() as context:
-        return logit_rows(context, tokens)
+        return logit_rows(context, tokens, adapter)
 
 
 @torch.no_grad()

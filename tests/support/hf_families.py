@@ -435,13 +435,15 @@ MODELS = {
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
 }
+EVERY = CASES | RECURRENT | LATENT_AND_CHUNKED | PER_LAYER
+NAMES = [name for group in EVERY.values() for name in group]
 QUICK = [next(iter(group)) for group in CASES.values()]
 OTHERS = [name for group in CASES.values() for name in list(group)[1:]]
 
 
 def family_model(name: str, seed: int = 0, **changes: Any) -> tuple[dict[str, Any], Any]:
     """The config and model of a case, with changes."""
-    for kind, group in (CASES | RECURRENT | LATENT_AND_CHUNKED | PER_LAYER).items():
+    for kind, group in EVERY.items():
         if name in group:
             return build_hf(f"{kind}Config", MODELS.get(kind, f"{kind}ForCausalLM"), {**group[name], **changes}, seed)
     raise KeyError(name)

@@ -18,7 +18,7 @@ from headway.models.config import from_hf
 from headway.models.families import FAMILIES
 from headway.models.families.family import Family
 from support.hf import VARIANTS, variant
-from support.hf_families import CASES, LATENT_AND_CHUNKED, PER_LAYER, RECURRENT, family_model
+from support.hf_families import EVERY, family_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
@@ -34,7 +34,6 @@ BY_FILE = {
     "test_deepseek_gguf": ("GGUF", "test_a_gguf_file_is_the_model_it_was_written_from"),
     "test_llama_cpp": ("llama.cpp", r"test_(plain|other)_families|test_families_with_\w+"),
 }
-OTHERS = CASES | RECURRENT | LATENT_AND_CHUNKED | PER_LAYER
 Counts = dict[str, dict[str, int]]  # family → path → configs
 
 
@@ -62,7 +61,7 @@ def facts(family: Family) -> tuple[str, ...]:
 def known() -> Counts:
     """How many configs the tests have, by family and path."""
     counts: Counts = defaultdict(dict)
-    for names in [*([case["name"] for case in group] for group in VARIANTS.values()), *map(list, OTHERS.values())]:
+    for names in [*([case["name"] for case in group] for group in VARIANTS.values()), *map(list, EVERY.values())]:
         family = family_of(names[0])
         counts[family]["torch"] = counts[family].get("torch", 0) + len(names)
         counts[family]["native"] = counts[family]["torch"]
@@ -110,7 +109,7 @@ def _what(test: ElementTree.Element) -> list[tuple[str, str]]:
 
 
 def _names() -> set[str]:
-    return {case["name"] for group in VARIANTS.values() for case in group} | {n for g in OTHERS.values() for n in g}
+    return {case["name"] for group in VARIANTS.values() for case in group} | {n for g in EVERY.values() for n in g}
 
 
 _found: list[dict] = []
@@ -119,7 +118,7 @@ _found: list[dict] = []
 def _configs() -> list[dict]:
     if not _found:
         plain = [variant(case["name"])[0] for group in VARIANTS.values() for case in group]
-        _found.extend(plain + [family_model(name)[0] for group in OTHERS.values() for name in group])
+        _found.extend(plain + [family_model(name)[0] for group in EVERY.values() for name in group])
     return _found
 
 
