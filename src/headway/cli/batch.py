@@ -132,10 +132,10 @@ def batch(
 
 def _pipeline_options(options: EngineOptions) -> dict[str, Any]:
     """The options of a pipeline among those of engines; others are refused."""
-    given, usual = options.given(), EngineOptions().given()
+    given, changed = options.given(), options.changed()
     others = ("threads", "memory", "memory_fraction", "kv_dtype", "tensor_parallel", *NO_TIERS)
     for name in others:
-        if given.get(name) != usual.get(name):
+        if name in changed:
             raise InvalidInput(f"--{name.replace('_', '-')} is an option of engines, and this task is a pipeline's")
     return {name: given[name] for name in ("dtype", "device", "quantize") if name in given}
 

@@ -83,10 +83,8 @@ def run(
     else:
         if limit:
             raise InvalidInput("--limit is for programs that run here; a server has its own limits")
-        usual = ComputeOptions().given()
-        for name, value in options.given().items():
-            if value != usual.get(name):
-                raise InvalidInput(f"--{name.replace('_', '-')} is for programs that run here; a server has its models")
+        for name in options.changed():
+            raise InvalidInput(f"--{name.replace('_', '-')} is for programs that run here; a server has its models")
         code = _run_there(ProgramClient(url), program, model, given, show)
     return code
 

@@ -261,6 +261,11 @@ class ComputeOptions:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
         return {name: value for name, value in values.items() if value is not None}
 
+    def changed(self) -> dict[str, Any]:
+        """Those of them that are not as they are without a flag."""
+        usual = type(self)().given()
+        return {name: value for name, value in self.given().items() if value != usual.get(name)}
+
 
 NO_TIERS: dict[str, None] = dict.fromkeys(("cache_host", "cache_folder", "cache_folder_size"))
 
