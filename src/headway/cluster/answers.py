@@ -27,10 +27,9 @@ OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "x-request-id"
 class Answer(Response):
     """The response of a replica: its beginning is read before any of it is sent, so that it can be tried elsewhere."""
 
-    def __init__(self, held: Any, lease: HeldLease, scope: Scope, on_lost: Callable[[], None]) -> None:
-        self._held, self._lease, self._scope, self._on_lost = held, lease, scope, on_lost
+    def __init__(self, held: Any, lease: HeldLease, on_lost: Callable[[], None]) -> None:
+        self._held, self._lease, self._on_lost = held, lease, on_lost
         self._watch = asyncio.create_task(lease.lost())
-        self._request: Any = None
         self._source: aiohttp.ClientResponse | None = None
         self._first, self._whole, self._closed = b"", False, False
         self.background = None
@@ -41,7 +40,6 @@ class Answer(Response):
 
     async def begin(self, request: Any) -> None:
         """Wait for the response's first bytes; for all of them where they are few or no stream."""
-        self._request = request
         self._source = source = await self._or_lost(request.__aenter__())
         self.status_code = source.status
         streams = source.headers.get("content-type", "").startswith(("text/event-stream", "application/x-ndjson"))

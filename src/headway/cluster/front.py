@@ -140,7 +140,7 @@ class Front:
         """The answer of one replica, once its first bytes are here. The lease ends with the answer."""
         held = leased(self._handle(), route)
         lease = await held.__aenter__()
-        answer = Answer(held, lease, request.scope, self._count_lost)
+        answer = Answer(held, lease, self._count_lost)
         try:
             self._count(route, lease.lease)
             await answer.begin(self._opened(request, body, lease.lease))

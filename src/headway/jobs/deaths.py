@@ -106,5 +106,4 @@ class CarefulWorker:
             yield record
 
     def _write(self) -> None:
-        values = {name: getattr(self._note, name) for name in DeathNote.__annotations__}
-        os.pwrite(self._file, json.dumps(values).encode().ljust(NOTE_BYTES), 0)
+        os.pwrite(self._file, json.dumps(vars(self._note)).encode().ljust(NOTE_BYTES), 0)

@@ -300,6 +300,8 @@ def parameters_of(face: str) -> tuple[Parameter, ...]:
     return tuple(parameter for parameter in _TABLE if face in parameter.faces)
 
 
+# Those of a beam search, and what changes nothing without one.
+WITHOUT_BEAMS: Mapping[str, Any] = MappingProxyType({"length_penalty": 1.0, "early_stopping": False})
 # Arguments of transformers' and vLLM's `generate` that are called something else here, and what to give instead.
 ELSEWHERE: Mapping[str, str] = MappingProxyType({
     "max_new_tokens": "max_tokens",

@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
+from headway.base.specs.generation import WITHOUT_BEAMS
 from headway.base.text import short_repr
 from headway.pipelines.task import TaskOptions
 
@@ -275,7 +276,6 @@ def _flat(value: Any) -> list[int]:
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-BEAMS = {"length_penalty": 1.0, "early_stopping": False}  # of a beam search, and what changes nothing without one
 
 
 def _check_sampling(given: Mapping[str, Any], merged: Mapping[str, Any], seed: int | None) -> None:
@@ -291,7 +291,7 @@ def _check_sampling(given: Mapping[str, Any], merged: Mapping[str, Any], seed: i
 def _check_beams(given: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
     beams, sequences = merged.get("num_beams", 1), merged.get("num_return_sequences", 1)
     if beams == 1:
-        for name, off in BEAMS.items():
+        for name, off in WITHOUT_BEAMS.items():
             if given.get(name, off) not in (None, off):
                 raise InvalidInput(f"{name} is {given[name]!r} and num_beams is 1; pass num_beams=2 or more too")
     if sequences > beams and (beams > 1 or not merged.get("do_sample")):

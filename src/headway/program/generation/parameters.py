@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 from headway.base.specs.adapters import AdapterMix
-from headway.base.specs.generation import PARAMETERS, parameters_of
+from headway.base.specs.generation import PARAMETERS, WITHOUT_BEAMS, parameters_of
 from headway.base.specs.logits_rules import NAMES as RULES
 from headway.base.specs.logits_rules import LogitsRuleValues
 from headway.base.specs.masks import Mask
@@ -248,7 +248,7 @@ def _check_lengths(settled: Parameters, given: GenerationDefaults) -> None:
 
 
 def _check_without_beams(settled: Parameters, given: GenerationDefaults) -> None:
-    for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
+    for name, off in WITHOUT_BEAMS.items():
         if getattr(given, name) not in (None, off) and given.num_beams is None:
             raise InvalidInput(f"{name}={getattr(given, name)!r} has no effect with one beam; give num_beams too")
     if (count := settled.num_return_sequences) > 1 and not settled.draws:

@@ -410,7 +410,8 @@ def what_computes(model: Path, dtype: str, device: AnyDevice, settings: Settings
     reason = f"it is not for {ranks} ranks" if ranks > 1 else why_not_native(model, dtype, device, settings)
     if reason is None:
         return NATIVE
-    if (fast := why_not_triton(device, settings) or why_no_triton_layers(read_config(model))) is None:
+    why_no_layers = why_llama_alone if ranks > 1 else why_no_triton_layers
+    if (fast := why_not_triton(device, settings) or why_no_layers(read_config(model))) is None:
         return TRITON
     names = ("Triton kernels do", fast) if device.type == "cuda" else ("the native step does", reason)
     return f"torch: {names[0]} not serve; {names[1]}"

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 RUNNING: ContextVar[int | None] = ContextVar("generation", default=None)  # whose work this task does
 LARGE = 64 << 10  # bytes of a message from which on it is read in a thread
-THINGS = {"context", "fork", "other", "generation", "chat", "number", "prepared", "request"}
-NUMBERS = THINGS | {"taken", "upto", "epoch"}  # of steps
+NUMBERS = {"context", "fork", "other", "generation", "chat", "number", "prepared", "request"}  # they name things
+NUMBERS |= {"taken", "upto", "epoch"}  # of steps
 SHOWN_ID = 6  # letters of a session's id that logs and traces have: who knows all of it can resume it
 MOST_REQUESTS = 4096  # that take time, at once
 INBOX = 64  # messages that wait; then the connection is not read

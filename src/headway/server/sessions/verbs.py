@@ -39,13 +39,10 @@ class InSlot:
     """Work that has a place in the server's queue before it begins: what is refused in want of one has done nothing."""
 
     def __init__(self, session: Session, submit: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self._slot = ExitStack()
-        self._slot.enter_context(session.serving.queue_slot(session.tenant))
-        try:
+        with ExitStack() as slot:
+            slot.enter_context(session.serving.queue_slot(session.tenant))
             self._work = submit()
-        except BaseException:
-            self._slot.close()
-            raise
+            self._slot = slot.pop_all()
 
     def __await__(self) -> Generator[Any, Any, Any]:
         with self._slot:
