@@ -63,10 +63,12 @@ class Files:
             return lambda shape, form, path: write_folder(shape, path, form)
         if form in TYPES:
             return write_gguf
-        return self._by_openvino if form.startswith("ov-") else self._by_llama
+        if form.startswith("ov-"):
+            return self._by_openvino
+        return lambda shape, form, path: self.by_llama(self.get(shape, "gguf-f16"), form, path)
 
-    def _by_llama(self, shape: ModelShape, form: str, path: Path) -> None:
-        source = self.get(shape, "gguf-f16")
+    def by_llama(self, source: Path, form: str, path: Path) -> None:
+        """Quantize a GGUF file by llama.cpp."""
         self._tool("llama", "quantize", source=str(source), target=str(path), form=form, threads=self.threads)
 
     def _by_openvino(self, shape: ModelShape, form: str, path: Path) -> None:
@@ -98,7 +100,7 @@ def write_gguf(shape: ModelShape, form: str, path: Path) -> None:
     """A GGUF file of this shape, tensor by tensor."""
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, shape)
-    _copy_tokenizer(writer, shape.vocab)
+    copy_tokenizer(writer, shape.vocab)
     for name, size in sizes(shape):
         kind = gguf.GGMLQuantizationType.F32 if len(size) == 1 else TYPES[form]
         stored = gguf.quant_shape_to_byte_shape(size, kind)
@@ -153,7 +155,8 @@ def _describe(writer: gguf.GGUFWriter, shape: ModelShape) -> None:
     writer.add_vocab_size(shape.vocab)
 
 
-def _copy_tokenizer(writer: gguf.GGUFWriter, words: int) -> None:
+def copy_tokenizer(writer: gguf.GGUFWriter, words: int) -> None:
+    """The default model's tokenizer, with made-up words behind its own."""
     with GgufFile.open(store.resolve("smollm2")) as file:
         found = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.ggml.")}
     known = {key: list(value) if isinstance(value, Strings) else value for key, value in found.items()}
