@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from cpu_files import CannotWrite, Files, weight_bytes  # noqa: E402
+from cpu_models import EXPERTS, GEMMA, Shape  # noqa: E402
+from cpu_models import write as write_model  # noqa: E402
 from cpu_plan import Entry, Rival, Work, plan, quick  # noqa: E402
 from cpu_report import Measured, Outcome, table  # noqa: E402
 from cpu_runner import Command, PeerFailed, Runner  # noqa: E402
@@ -97,6 +100,22 @@ def test_large_bodies_are_measured_beside_a_stream(tmp_path: Path, smollm2_path:
     }
     assert all(row["beside"]["count"] and row["alone"]["longest"] > 0 for row in found["rows"])
     assert "no stall is longer than 1e+09 ms" in (tmp_path / "large_bodies.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"), [(EXPERTS, "q4_0"), (EXPERTS, "q8_0"), (GEMMA, "gguf-f16")], ids=["q4_0", "q8_0", "gemma"]
+)
+def test_files_of_other_architectures_are_models(shape: Shape, form: str, tmp_path: Path) -> None:
+    small = replace(shape, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, inner=32, vocab=49_152)
+    write_model(replace(small, experts=4, used=2) if shape.experts else small, form, tmp_path / "model.gguf")
+    with hw.Engine(tmp_path / "model.gguf", pages=8, threads=1) as engine:
+        assert engine.config.family == {"qwen3moe": "qwen3-moe"}.get(shape.architecture, shape.architecture)
+        assert len(engine.run(_three_tokens)) == 3
+
+
+async def _three_tokens(engine: hw.Engine) -> list[int]:
+    async with engine.context() as ctx:
+        return await ctx.fill([5, 6, 7]).generate(hw.Argmax(), max_tokens=3, stop=[]).tokens()
 
 
 def test_gaps_between_two_completions_do_not_count() -> None:
