@@ -158,7 +158,7 @@ class _RandomWeights:
         is_matrix = len(shape) > 1 and not role.endswith("_bias") and role != "positions"
         return self._draw.normal(*shape, scale=1.5 / math.sqrt(max(shape[-1:])) if is_matrix else 0.3)
 
-    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
+    def kept(self, roles: tuple[str, ...], layer: int) -> None:
         """Weights are floats."""
 
     def frequencies(self) -> Tensor:

@@ -16,7 +16,7 @@ from headway.base.system.device import CPU
 from headway.base.system.machine import Machine, read_machine
 from headway.cli.doctor import Gpu, hints
 from headway.cli.facts import ModelFacts
-from headway.cli.memory_fit import MemoryFit, StoredWeights, memory_fit, weights_with_fp4
+from headway.cli.memory_fit import MemoryFit, StoredWeights, memory_fit, weights_with_experts
 from headway.kernels.native.library import ThreadPool, open_library
 from headway.models.described import bytes_of
 from headway.models.files.gguf import KINDS, GgufFile
@@ -24,6 +24,7 @@ from headway.models.files.weights import GgufWeights
 from headway.models.hub import store
 from headway.models.quantized.repack import kept_size, load_matrix
 from headway.models.weights.load_tensors import load_model
+from support.gguf_families import write_family
 from support.gguf_files import random_bytes
 from support.gguf_files import write as write_weights
 from support.hf import save_hf
@@ -198,16 +199,21 @@ def test_check_knows_what_computes_a_model_and_all_that_it_takes(
     assert "it computes in float32, not in bfloat16" in fit.computed_by
 
 
-def test_check_counts_experts_that_stay_in_mxfp4_with_triton_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gguf_file", [False, True])
+def test_check_counts_experts_that_stay_in_mxfp4_with_triton_kernels(gguf_file: bool, tmp_path: Path) -> None:
     _, model = family_model("gpt-oss", intermediate_size=96)
+    path = tmp_path / "m.gguf" if gguf_file else tmp_path
     mxfp4(tmp_path, model)
+    if gguf_file:
+        write_family(path, save_hf(tmp_path / "whole", model), model, kind="MXFP4")
     dtype, device = torch.bfloat16, torch.device("cpu")
-    decoder = load_model(tmp_path, dtype=dtype, device=device, keep_fp4=True)
-    fit = weights_with_fp4(tmp_path, "bfloat16", 2)
+    decoder = load_model(path, dtype=dtype, device=device, keep_experts=True)
+    fit = weights_with_experts(path, "bfloat16", 2)
     assert fit is not None
     assert fit.bytes == pytest.approx(bytes_of(decoder), rel=0.001)
     assert fit.format == "MXFP4, bfloat16"
-    assert weights_with_fp4(save_hf(tmp_path / "floats", model), "bfloat16", 2) is None
+    assert weights_with_experts(path, "float16", 2) is None
+    assert weights_with_experts(save_hf(tmp_path / "floats", model), "bfloat16", 2) is None
 
 
 def test_the_report(headway: Run, empty_cache: dict[str, str]) -> None:

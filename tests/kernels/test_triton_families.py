@@ -26,6 +26,7 @@ from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
 from support.checks import assert_close, logit_rows, random_tokens, reference_logits  # noqa: E402
 from support.descriptions import ALL, DENSE, EXPERTS  # noqa: E402
+from support.gguf_families import write_family  # noqa: E402
 from support.hf import build_hf, save_hf  # noqa: E402
 from support.hf_families import CASES as OF_TRANSFORMERS  # noqa: E402
 from support.hf_families import LATENT_AND_CHUNKED, family_model  # noqa: E402
@@ -163,7 +164,34 @@ def test_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert_close(np.concatenate(rows), expected)
         decoder: Any = engine.decoder
         dense = float_decoder(decoder)
+        engine.update_weights({"model.layers.0.input_layernorm.weight": torch.ones(32)})
+        updated: Any = engine.decoder
+        assert updated.layers[0].down is decoder.layers[0].down
+        bias = {"model.layers.0.mlp.experts.down_proj_bias": torch.zeros(4, 32)}
+        with pytest.raises(hw.Unsupported, match="layer 0 has mxfp4 experts as in its file"):
+            engine.update_weights(bias)
     for name in ("gate_up", "down"):
         assert getattr(dense.layers[0], name).weight.dtype == torch.float32
     down = floats["model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(dense.layers[0].down.weight, down.swapaxes(1, 2))
+
+
+STORED = [("gpt-oss", "MXFP4", "mxfp4")]  # a family, how its file has experts, and what they are called on a device
+
+
+@pytest.mark.parametrize(("name", "kind", "label"), STORED)
+def test_experts_of_a_gguf_file_stay_as_they_are_stored(
+    name: str, kind: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They give what torch gives of their floats; other matrices are floats in both."""
+    folder, tokens, found = tmp_path / "folder", random_tokens(97, 7), []
+    _, model = family_model(name, seed=3, intermediate_size=32, num_hidden_layers=1)
+    path = write_family(tmp_path / "m.gguf", save_hf(folder, model), model, kind=kind)
+    for mode in ("triton", "off"):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        with hw.Engine(path, device=DEVICE, dtype="float32", pages=8, threads=1) as engine:
+            assert engine.info.format == (f"float32, {label} experts" if mode == "triton" else "float32")
+            assert (engine.info.weight_bytes < 3.5 * engine.info.parameters) == (mode == "triton")
+            with engine.context() as context:
+                found.append(np.concatenate([logit_rows(context, tokens[:6]), logit_rows(context, tokens[6:])]))
+    assert_close(*found)

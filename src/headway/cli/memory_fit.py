@@ -146,8 +146,8 @@ def memory_fit(
         stored = _stored_weights(path)
     elif dtype == "auto" and device.type == "cpu" and facts.why_not_native is None and has_quantized(path):
         stored = replace(_stored_weights(path), reference=4 * facts.parameters)
-    elif runner == TRITON and kind != "float16":
-        stored = weights_with_fp4(path, kind, item)
+    elif runner == TRITON:
+        stored = weights_with_experts(path, kind, item)
     quantized = stored is not None and has_quantized(path)
     kept = _kv_dtype(kv_dtype, kind, quantized=quantized, on_cpu=device.type == "cpu")
     devices = ranks if device.type == "cuda" else 1  # ranks on a CPU share its memory
@@ -178,19 +178,17 @@ def _stored_weights(path: Path) -> StoredWeights:
     return StoredWeights(", ".join(label for label, _ in sizes.most_common()), sizes.total())
 
 
-def weights_with_fp4(path: Path, kind: str, item: int) -> StoredWeights | None:
-    """The size of floats beside experts in MXFP4, which a folder's stay with Triton kernels; None without such ones."""
-    from headway.models.files.mxfp4_folder import KIND, Mxfp4Folder
+def weights_with_experts(path: Path, kind: str, item: int) -> StoredWeights | None:
+    """The size of floats beside experts that stay quantized with Triton kernels; None without such ones."""
+    from headway.models.config import read_config
     from headway.models.files.weights import open_weights
+    from headway.models.weights.kept_experts import kept_names
+    from headway.models.weights.roles import Roles
 
     with open_weights(path) as weights:
-        if not isinstance(weights, Mxfp4Folder):
-            return None
-        sizes = [
-            weights.nbytes(name) if weights.is_quantized(name) else item * prod(weights.shape(name))
-            for name in weights.names()
-        ]
-    return StoredWeights(f"{KIND}, {kind}", sum(sizes))
+        kept = dict(kept_names(Roles.of(path, read_config(path), weights), kind))
+        sizes = [weights.nbytes(name) if name in kept else item * prod(weights.shape(name)) for name in weights.names()]
+    return StoredWeights(f"{', '.join(dict.fromkeys(kept.values()))}, {kind}", sum(sizes)) if kept else None
 
 
 def show_fit(fit: MemoryFit, device: str) -> None:

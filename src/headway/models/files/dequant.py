@@ -147,6 +147,14 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     return doubled[planes(blocks[:, 1:], group=16, bits=4).int()].mul_(scale)
 
 
+def packed_fp4(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of stored MXFP4, apart: neighbors in one byte, the first in its low half, 16 bytes for each
+    scale. Both are uint8, flat."""
+    blocks = raw.view(-1, KINDS["MXFP4"].nbytes)
+    codes = planes(blocks[:, 1:], group=16, bits=4)
+    return (codes[:, ::2] | (codes[:, 1::2] << 4)).flatten(), blocks[:, 0].contiguous()
+
+
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
     scale = (scales & 15).float() * half(blocks, 80)  # [B, 16]

@@ -6,16 +6,14 @@ All names and shapes are checked before the first weight is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
-from headway.kernels.host.quantized import GROUP
 from headway.kernels.reference.quantized import tensor
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -23,11 +21,11 @@ from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.description import GatedDelta, Mamba2, ShortConv
 from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts, ScaledExperts
 from headway.models.families.family import Cut, Each
-from headway.models.files.mxfp4_folder import Mxfp4Folder
 from headway.models.files.weights import open_weights
 from headway.models.layers import Linear, fused
 from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.recurrent import GatedDeltaMixer, Mamba2Mixer, Mixer, ShortConvMixer
+from headway.models.weights.kept_experts import kept_kind, read_kept
 from headway.models.weights.load import LoadProgress
 from headway.models.weights.roles import Roles
 from headway.models.weights.rows import half_split
@@ -47,15 +45,15 @@ def load_described(
     device: torch.device,
     progress: LoadProgress | None = None,
     split: Split | None = None,
-    keep_fp4: bool = False,
+    keep_experts: bool = False,
 ) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device, or a rank's share of
-    it. With `keep_fp4` a folder's experts in MXFP4 stay so."""
+    it. With `keep_experts` those that can stay quantized do (`kept_experts`)."""
     device = device if split is None else torch.device("cpu")
     with open_weights(path) as weights:
         roles = Roles.of(path, config, weights)
         roles.check()
-        return build_described(DescribedReader(config, dtype, device, roles, keep_fp4), progress, split)
+        return build_described(DescribedReader(config, dtype, device, roles, keep_experts), progress, split)
 
 
 class RoleReader(Protocol):
@@ -70,8 +68,8 @@ class RoleReader(Protocol):
         """The weight of a role, which must have this shape, of a layer or of the model."""
         ...
 
-    def fp4(self, roles: tuple[str, ...], layer: int) -> tuple[Tensor, Tensor] | None:
-        """The codes and scales of experts' matrices, one below the other, if they stay in MXFP4 (`Fp4Experts`)."""
+    def kept(self, roles: tuple[str, ...], layer: int) -> Fp4Experts | None:
+        """Experts' matrices, one below the other, if they stay quantized; without their biases."""
         ...
 
     def frequencies(self) -> Tensor:
@@ -87,7 +85,7 @@ class DescribedReader:
     dtype: torch.dtype
     device: torch.device
     roles: Roles
-    keep_fp4: bool
+    keep_experts: bool
     last: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
@@ -117,22 +115,10 @@ class DescribedReader:
             return half_split(tensor, c.head_dim, c.rope.dim)
         return tensor
 
-    def fp4(self, roles: tuple[str, ...], layer: int) -> tuple[Tensor, Tensor] | None:
-        weights, found = self.roles.weights, list[tuple[Tensor, Tensor]]()
-        if not self.keep_fp4 or not isinstance(weights, Mxfp4Folder):
+    def kept(self, roles: tuple[str, ...], layer: int) -> Fp4Experts | None:
+        if not self.keep_experts or kept_kind(self.roles, roles, layer, str(self.dtype)[6:]) is None:
             return None
-        for role in roles:
-            part = self.roles.part(role)
-            if not isinstance(part, Cut):
-                return None
-            count, k, n = whole = part.shape(self.config)
-            name = self.roles.claim(self.roles.layer(layer) + part.name, whole)
-            if not weights.is_quantized(name):
-                return None
-            rows = part.take(np.arange(count * n).reshape(count, 1, n), self.config).ravel()
-            codes, scales = (tensor(part).to(self.device) for part in weights.packed_rows(name, rows))
-            found.append((codes.view(count, -1, k // 2), scales.view(count, -1, k // GROUP)))
-        return torch.cat([codes for codes, _ in found], 1), torch.cat([scales for _, scales in found], 1)
+        return read_kept(self.roles, roles, layer, self.dtype, self.device)
 
     def frequencies(self) -> Tensor:
         rows = tensor(self.roles.frequencies()).to(self.device)
@@ -189,10 +175,10 @@ def described_layer(reader: RoleReader, i: int) -> DescribedLayer:
         return Linear(*(_stack(read, [r + s for r in roles]) for s in ("", "_bias") if roles[0] + s in shapes))
 
     def expert(*roles: str) -> Linear | Fp4Experts:
-        if (kept := reader.fp4(roles, i)) is None:
+        if (kept := reader.kept(roles, i)) is None:
             return linear(*roles)
         bias = _stack(read, [f"{role}_bias" for role in roles]) if f"{roles[0]}_bias" in shapes else None
-        return Fp4Experts(*kept, bias, reader.dtype)
+        return replace(kept, bias=bias)
 
     norms: dict[str, Any] = {role: read(role) for role in shapes if "norm" in role and role not in OTHER_NORMS}
     norms.setdefault("input_norm", norms.get("post_attention_norm"))  # not used

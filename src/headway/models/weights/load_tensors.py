@@ -42,20 +42,20 @@ def load_model(
     change: Change | None = None,
     staging: Staging | None = None,
     split: Split | None = None,
-    keep_fp4: bool = False,
+    keep_experts: bool = False,
 ) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device.
 
     `change` is applied to each layer as soon as it is loaded, so that a model that is then quantized is never in memory
     whole. `staging` copies weights to the device; a CUDA device has one by default. With `split` a weight is read
     on the CPU, and only this rank's share of it is kept: one whole weight, or one layer, is in memory at a time.
-    `keep_fp4` leaves experts in MXFP4 as a folder has them.
+    `keep_experts` leaves experts as they are stored, where kernels read them so.
     """
     config = read_config(path)
     if not is_llama_like(config):
         from headway.models.weights.load_described import load_described  # most models do not need it
 
-        how: dict[str, Any] = {"progress": progress, "split": split, "keep_fp4": keep_fp4}
+        how: dict[str, Any] = {"progress": progress, "split": split, "keep_experts": keep_experts}
         return load_described(path, config, dtype=dtype, device=device, **how)
     if split is not None:
         device, change = torch.device("cpu"), split.layer

@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.base.errors import Unsupported
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import tensors_of
+from headway.models.layers import Linear, tensors_of
 from headway.models.weights.given import GivenRoles
 from headway.models.weights.load_described import DescribedReader, described_layer
 from headway.models.weights.shapes import model_shapes
@@ -45,14 +45,14 @@ class _GivenReader:
     def __init__(self, given: GivenRoles, dtype: torch.dtype, device: torch.device) -> None:
         self.given, self.config, self.dtype, self.device = given, given.config, dtype, device
         self.last: dict[str, Tensor] = {}
-        self._files = DescribedReader(given.config, dtype, device, given.roles, keep_fp4=False)
+        self._files = DescribedReader(given.config, dtype, device, given.roles, keep_experts=False)
 
     def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
         if self.given.has(role, shape, layer):
             return self._files.read(role, shape, layer)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
+    def kept(self, roles: tuple[str, ...], layer: int) -> None:
         return None
 
     def frequencies(self) -> Tensor:
@@ -72,15 +72,27 @@ class _GivenMask:
         given = self._given.has(role, shape, layer)
         return torch.full(shape, int(given), dtype=torch.uint8, device=self.device)
 
-    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
+    def kept(self, roles: tuple[str, ...], layer: int) -> None:
         return None
 
     def frequencies(self) -> Tensor:
         raise AssertionError("they are not weights")
 
 
+def _quantized(old: Any, there: Linear, layer: int) -> Any:
+    """A matrix that its file has quantized, of which nothing may be there."""
+    if any(mask.any() for mask in tensors_of(there)):
+        raise Unsupported(
+            f"layer {layer} has {old.label} as in its file, which cannot be made from floats; load a model of floats, "
+            "or this one with dtype='float16'"
+        )
+    return old
+
+
 def _merged(old: Any, new: Any, there: Any, layer: int) -> Any:
     """The old value with every number that is there from the new one."""
+    if isinstance(new, Linear) and not isinstance(old, Linear):
+        return _quantized(old, there, layer)
     if isinstance(new, Tensor):
         if not isinstance(old, Tensor):
             raise Unsupported(f"weights of layer {layer} are kept in a format that cannot be made from floats")

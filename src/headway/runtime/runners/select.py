@@ -285,7 +285,7 @@ def open_backend(
             needs, why = ("Triton kernels", fast) if device.type == "cuda" else ("the native step", reason)
             raise Unsupported(f"quantize={quantize!r} needs {needs}, and {why}")
         stored = stored_dtype(model) if isinstance(model, Path) else None
-        decoder = _torch_model(model, pick_dtype(dtype, device, stored), device, progress, keep_fp4=fast is None)
+        decoder = _torch_model(model, pick_dtype(dtype, device, stored), device, progress, keep_experts=fast is None)
         return Backend(decoder, None, reason if fast else "", triton=fast is None, stored=stored)
     thread_pool = _thread_pool(threads, settings)
     if not isinstance(model, Path):
@@ -427,14 +427,14 @@ def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
 
 
 def _torch_model(
-    model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None, *, keep_fp4: bool
+    model: Path | Decoder, dtype: str, device: AnyDevice, progress: LoadProgress | None, *, keep_experts: bool
 ) -> Decoder:
-    """A model of floats; experts in MXFP4 may stay so, but for float16, which cannot hold every scale."""
+    """A model of floats; with `keep_experts` those that can stay quantized do."""
     if not isinstance(model, Path):
         return model
     import torch
 
     from headway.models.weights.load_tensors import load_model
 
-    where, keep_fp4 = torch.device(str(device)), keep_fp4 and dtype != "float16"
-    return load_model(model, dtype=getattr(torch, dtype), device=where, progress=progress, keep_fp4=keep_fp4)
+    how: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": torch.device(str(device)), "progress": progress}
+    return load_model(model, **how, keep_experts=keep_experts)
