@@ -384,7 +384,7 @@ def test_logits_are_the_matmul_of_normed_rows(
     model = library.ModelStruct(output=matrix_struct(w), final_norm=norm, eps=1e-5, logit_scale=1.0)
     wide, threads = -(-n // 16) * 16 + 16, thread_pool(2)
     y = torch.empty(rows, wide)
-    assert threads.calls.hw_logits(threads.handle, model, x.data_ptr(), rows, 1, y.data_ptr(), wide) == 0
+    assert threads.calls.hw_logits(threads.handle, model, x.data_ptr(), rows, 1, 1, y.data_ptr(), wide) == 0
     normed = rms_norm(x, weight, 1e-5)
     if w.row_quantization is None:
         assert_matmul(y[:, :n], normed, w)

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 import headway as hw  # noqa: E402
 from headway.models.decoder import Decoder  # noqa: E402
+from headway.models.description import Description  # noqa: E402
 from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
 from headway.models.quantized.reference import float_decoder  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
@@ -86,6 +87,33 @@ def test_rows_under_adapters_equal_torch(family: str, monkeypatch: pytest.Monkey
     decoder = random_model(family, device=DEVICE, **SIZES)
     found, expected = (run(monkeypatch, mode, decoder) for mode in ("triton", "off"))
     for one, other in zip(found, expected, strict=True):
+        assert np.abs(one - other).max() <= 1e-4 * max(1.0, np.abs(other).max())
+
+
+@pytest.mark.parametrize("head_bias", [False, pytest.param(True, marks=SLOWER)])
+def test_logits_that_are_scaled_and_capped_equal_torch(*, head_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of inner layers, and of a row that is read again."""
+    what = Description(logit_scale=0.5, logit_cap=2.0, head_bias=head_bias)
+    decoder = random_model(device=DEVICE, description=what, **SIZES)
+    adapter = random_adapter(decoder.config, rank=3, seed=1, roles=("q",), head=True)
+
+    async def one_pass(engine: hw.Engine) -> list[np.ndarray]:
+        async with engine.context() as context:
+            forward = context.forward().input([1, 2, 3]).adapter(adapter)
+            first, lens = forward.probe(1, hw.Logits()), forward.probe(2, hw.LogitLens([1], 97))
+            out, again = await forward.execute(), context.forward()
+            last = again.probe(-1, hw.Logits())
+            found = [out.logits(first), (await again.execute()).logits(last)]
+            ids, probabilities = out.lens(lens)[0]
+            return [*found, probabilities[np.argsort(ids)]]
+
+    results = []
+    for mode in ("triton", "off"):
+        monkeypatch.setenv("HEADWAY_NATIVE", mode)
+        with hw.Engine(decoder, pages=8, threads=1) as engine:
+            assert engine.info.runner == ("torch" if mode == "off" else "triton")
+            results.append(engine.run(one_pass))
+    for one, other in zip(*results, strict=True):
         assert np.abs(one - other).max() <= 1e-4 * max(1.0, np.abs(other).max())
 
 

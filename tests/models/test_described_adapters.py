@@ -11,7 +11,6 @@ from headway.models.adapters.bound import target_shapes
 from headway.testing import random_adapter, random_config
 from support.hf import save_hf
 from support.hf_families import family_model
-from support.lora import save_lora, with_lora
 
 
 @pytest.mark.parametrize(
@@ -28,12 +27,3 @@ def test_an_adapter_of_what_a_layer_does_not_have_is_refused_by_name(name: str, 
         assert set(engine.capabilities.adapters) == set(target_shapes(engine.config))
         with pytest.raises(hw.Unsupported, match=message):
             engine.load_adapter(random_adapter(llama, roles=("gate",)))
-
-
-def test_an_adapter_of_an_output_matrix_whose_logits_are_scaled_is_refused(tmp_path: Path) -> None:
-    _, model = family_model("granite")
-    folder = save_lora(tmp_path / "adapter", with_lora(model, target_modules=["q_proj", "lm_head"]))
-    with hw.Engine(save_hf(tmp_path, model), pages=8, threads=1) as engine:
-        assert not engine.capabilities.adapts_head
-        with pytest.raises(hw.Unsupported, match=r"lm_head, and a granite model scales or caps its logits"):
-            engine.load_adapter(hw.Adapter.load(folder))

@@ -23,7 +23,7 @@ from support.hf_families import NAMES, family_model
 from support.lora import logits_of, save_lora, state_of, with_lora
 
 QUICK = ("gpt2", "gpt-neox", "falcon-new", "gptj", "phi3", "glm4", "qwen3.5", "lfm2", "mamba2", "deepseek-v2")
-# What adapters do not change, by the end of its name; families whose logits are scaled or capped refuse the head, too.
+# What adapters do not change, by the end of its name.
 REFUSED = (
     *("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"),
     *("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj", "feed_forward.router"),
@@ -73,7 +73,6 @@ def split(model: Any, engine: hw.Engine) -> tuple[list[str], list[str]]:
     """The linear layers that adapters may change, and the others."""
     what = engine.config.description
     ends = REFUSED + (SHARED if what.experts else ())
-    ends += () if engine.capabilities.adapts_head else ("lm_head",)
     every = list(linear_layers(model))
     return [layer for layer in every if not layer.endswith(ends)], [layer for layer in every if layer.endswith(ends)]
 

@@ -392,7 +392,8 @@ Results step(const Shape& s, int threads, int seed = 0) {
   work.sequences = s.recurrence ? s.segments : 0, work.sequence_runs = m.copy(first_runs), work.state_runs = m.copy(state_runs);
   for (int round = 0; round < 2; round++) require(hw_forward(pool, &model, &work) == 0, "hw_forward");  // the second reuses its memory
   float* logits = m.floats((size_t)T * VOCAB);
-  for (int norm = 0; norm < 2; norm++) require(hw_logits(pool, &model, out, T, norm, logits, VOCAB) == 0, "hw_logits");
+  for (int norm = 0; norm < 2; norm++) require(hw_logits(pool, &model, out, T, norm, 0, logits, VOCAB) == 0, "hw_logits");
+  require(hw_finish_logits(pool, &model, logits, T, VOCAB) == 0, "hw_finish_logits");
   Results all;
   keep(all, out, (size_t)T * s.hidden), keep(all, hidden, (size_t)hooks * s.hidden), keep(all, queries, (size_t)hooks * wide);
   keep(all, logits, (size_t)T * VOCAB), keep(all, (uint16_t*)model.kv, cells * (s.kv_kind == HW_F32 ? 2 : 1)), keep(all, best, reads), keep(all, bad, reads);

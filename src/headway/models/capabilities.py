@@ -21,8 +21,7 @@ class Capabilities:
     reason: str  # why it is not a faster one, if it is not
     native: bool  # whether the native step has this model's layers
     triton: bool  # whether the Triton kernels have them
-    adapters: tuple[str, ...]  # linear layers that LoRA may change, by role, in one layer or more
-    adapts_head: bool  # whether LoRA may change the output matrix
+    adapters: tuple[str, ...]  # linear layers that LoRA may change besides the output matrix, by role, in one or more
     quantize: bool  # whether `quantize=` takes it
     keeps_quantized: bool  # whether quantized weights of a file stay so; else they become floats
     update_weights: bool
@@ -47,7 +46,6 @@ class Capabilities:
             native=native,
             triton=why_no_triton_layers(config) is None,
             adapters=tuple(role for role in ADAPTED if role in roles),
-            adapts_head=config.description.logit_scale == 1.0 and config.description.logit_cap is None,
             quantize=native and not split,
             keeps_quantized=native and not split,
             update_weights=plain or not split,
@@ -66,7 +64,6 @@ class Capabilities:
             (self.native, "the native step (torch computes it on a CPU)"),
             (self.triton, "Triton kernels (torch computes it on a CUDA device)"),
             (not without, f"adapters of {', '.join(without)}"),
-            (self.adapts_head, "adapters of the output matrix"),
             (self.quantize, "quantize="),
             (self.keeps_quantized, "quantized weights of a file in memory (they become floats)"),
             (self.update_weights, "update_weights"),

@@ -187,9 +187,22 @@ class Decoder(AnyDecoder):
     @torch.inference_mode()
     def head(self, h: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of normed rows [R, E]."""
+        return self.finish_logits(self.products(h, tile))
+
+    @torch.inference_mode()
+    def products(self, h: Tensor, tile: int | None) -> Tensor:
+        """What the output matrix makes of normed rows [R, E], with its bias: [R, V] float32."""
         output = self.output
         matmul: Callable[[Tensor], Tensor] = output if callable(output) else partial(linear, weight=output)
         return by_rows(tile, lambda r: (matmul(r),), h)[0].float()
+
+    def products_of(self, x: Tensor, tile: int | None) -> Tensor:
+        """The same of residual rows [R, E]."""
+        return self.products(self.finish(x, tile), tile)
+
+    def finish_logits(self, products: Tensor) -> Tensor:
+        """Logits of what `products` gave and adapters have added to."""
+        return products
 
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of residual rows [R, E]."""

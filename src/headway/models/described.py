@@ -161,12 +161,13 @@ class DescribedDecoder(Decoder):
         layer: Any = self.layers[0]
         return by_rows(tile, lambda r: (layer.norm(r, self.final_norm, self.final_norm_bias),), x)[0]
 
-    def head(self, h: Tensor, tile: int | None) -> Tensor:
-        d, bias = self.config.description, self.output_bias
-        logits = super().head(h, tile)
-        logits = logits if bias is None else logits + bias.float()
-        logits = logits if d.logit_scale == 1.0 else logits * d.logit_scale
-        return self.capped(logits, d.logit_cap)
+    def products(self, h: Tensor, tile: int | None) -> Tensor:
+        rows, bias = super().products(h, tile), self.output_bias
+        return rows if bias is None else rows + bias.float()
+
+    def finish_logits(self, products: Tensor) -> Tensor:
+        d = self.config.description
+        return self.capped(products if d.logit_scale == 1.0 else products * d.logit_scale, d.logit_cap)
 
     def capped(self, logits: Tensor, cap: float | None) -> Tensor:
         return capped(logits, cap)

@@ -32,7 +32,7 @@ from headway.models.config import ModelConfig
 from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch
 from headway.runtime.passes import BEFORE, Readout
-from headway.runtime.runners.adapter_rows import add_to_logits, has_head
+from headway.runtime.runners.adapter_rows import add_to_products, has_head
 from headway.runtime.runners.attention_groups import score_group
 from headway.runtime.runners.base import SegmentResult
 
@@ -69,6 +69,8 @@ class Head(Protocol):
     def functions(self) -> Any: ...
     def finish(self, x: Any, tile: int | None) -> Any: ...
     def logits(self, x: Any, tile: int | None) -> Any: ...
+    def products_of(self, x: Any, tile: int | None) -> Any: ...
+    def finish_logits(self, products: Any) -> Any: ...
     def best(self, logits: Any) -> tuple[list[bool], list[int] | None]: ...
     def sample(self, logits: Any, samplers: Sequence[RowSampler]) -> list[int]: ...
 
@@ -91,13 +93,15 @@ def make_hooks(batch: Batch, decoder: Head, page_size: int) -> Hooks:
     return Hooks(hidden=rows, scores=scores)
 
 
-AddHeads = Callable[[Any, Any, Mixes], object]  # adds what adapters of the output matrix make of normed rows to logits
+AddHeads = Callable[
+    [Any, Any, Mixes], object
+]  # adds what adapters of the output matrix make of normed rows to its products
 
 
 class Reader:
     """Turns the residual rows of one step into values, one per readout, or an error where a row is not finite."""
 
-    def __init__(self, decoder: Head, tile: int | None, add_heads: AddHeads = add_to_logits) -> None:
+    def __init__(self, decoder: Head, tile: int | None, add_heads: AddHeads = add_to_products) -> None:
         self.decoder, self.tile, self._functions, self._add_heads = decoder, tile, decoder.functions, add_heads
 
     def read(self, batch: Batch, x: Any, hooks: Hooks, mark: Any) -> dict[tuple[int, int], object]:
@@ -113,7 +117,7 @@ class Reader:
         for start in range(0, len(places), SLAB):
             part = places[start : start + SLAB]
             mixes = [batch.segments[owners[p]].mix_of(p[0]) for p in part]
-            logits = self._logits([self._residual(p, batch, x) for p in part], mixes)
+            logits = self.logits([self._residual(p, batch, x) for p in part], mixes)
             mark("head")
             inside = {p: i for i, p in enumerate(part)}
             chosen = [a for a in heads if self._place(a) in inside]
@@ -134,12 +138,14 @@ class Reader:
         assert x is not None
         return x[row]
 
-    def _logits(self, rows: Sequence[Any], mixes: Mixes) -> Any:
+    def logits(self, rows: Sequence[Any], mixes: Mixes) -> Any:
+        """Logits [R, V] of residual rows, each under its adapters."""
         x = self._functions.stack(rows)
-        logits = self.decoder.logits(x, self.tile)
-        if has_head(mixes):
-            self._add_heads(logits, self.decoder.finish(x, self.tile), mixes)
-        return logits
+        if not has_head(mixes):
+            return self.decoder.logits(x, self.tile)
+        products = self.decoder.products_of(x, self.tile)
+        self._add_heads(products, self.decoder.finish(x, self.tile), mixes)
+        return self.decoder.finish_logits(products)
 
     def answers(self, chosen: list[Ask], at: list[int], logits: Any, batch: Batch) -> dict[tuple[int, int], object]:
         """The values of these readouts of the head, each at its row of logits [R, V]."""
@@ -211,7 +217,7 @@ class Reader:
                 if not rows:
                     return []
                 mixes = [batch.segments[ask.segment].mix_of(ask.row)] * len(rows)
-                return [_distribution(row, 1.0, k, self._functions) for row in self._logits(rows, mixes)]
+                return [_distribution(row, 1.0, k, self._functions) for row in self.logits(rows, mixes)]
             case AttentionScores(layer, reduce):
                 return self._scores(ask, batch, hooks, layer, reduce)
         raise AssertionError(ask.readout.what)

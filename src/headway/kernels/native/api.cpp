@@ -19,19 +19,21 @@
   void* workspace_new();                                                                                                \
   void workspace_free(void*);                                                                                           \
   void forward(hw::ThreadPool&, void*, const hw_model&, const hw_step&);                                                      \
-  void matmul(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const hw_model*, bool);           \
+  void matmul(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const hw_model*, bool, bool);     \
+  void finish_rows(hw::ThreadPool&, const hw_model&, float*, int, size_t);                                                    \
   void dequantize_rows(hw::ThreadPool&, const hw_matrix&, const int32_t*, int, float*);                                            \
   void argmax_rows(hw::ThreadPool&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);                                  \
   void sample(hw::ThreadPool&, void*, hw_sampling*, int);                                                                   \
   }                                                                                                                 \
-  static const Kernels table_##NS = {NS::workspace_new, NS::workspace_free, NS::forward, NS::matmul, NS::dequantize_rows, NS::argmax_rows, NS::sample};
+  static const Kernels table_##NS = {NS::workspace_new, NS::workspace_free, NS::forward, NS::matmul, NS::finish_rows, NS::dequantize_rows, NS::argmax_rows, NS::sample};
 
 namespace {
 struct Kernels {
   void* (*workspace_new)();
   void (*workspace_free)(void*);
   void (*forward)(hw::ThreadPool&, void*, const hw_model&, const hw_step&);
-  void (*matmul)(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const hw_model*, bool);
+  void (*matmul)(hw::ThreadPool&, void*, const hw_matrix&, const float*, int, float*, size_t, const hw_model*, bool, bool);
+  void (*finish_rows)(hw::ThreadPool&, const hw_model&, float*, int, size_t);
   void (*dequantize_rows)(hw::ThreadPool&, const hw_matrix&, const int32_t*, int, float*);
   void (*argmax_rows)(hw::ThreadPool&, const float*, int, int64_t, int64_t, int64_t*, uint8_t*);
   void (*sample)(hw::ThreadPool&, void*, hw_sampling*, int);
@@ -145,16 +147,21 @@ int32_t hw_forward(void* handle, const hw_model* model, const hw_step* step) {
   return guarded([&] { h.kernels.forward(h.pool, h.workspace, *model, *step); });
 }
 
-int32_t hw_logits(void* handle, const hw_model* model, const float* x, int32_t rows, int32_t norm, float* logits, int64_t stride) {
+int32_t hw_logits(void* handle, const hw_model* model, const float* x, int32_t rows, int32_t norm, int32_t finish, float* logits, int64_t stride) {
   Handle& h = *(Handle*)handle;
   return guarded([&] {
-    h.kernels.matmul(h.pool, h.workspace, model->output, x, rows, logits, stride, model, norm);
+    h.kernels.matmul(h.pool, h.workspace, model->output, x, rows, logits, stride, model, norm, finish);
   });
+}
+
+int32_t hw_finish_logits(void* handle, const hw_model* model, float* logits, int32_t rows, int64_t stride) {
+  Handle& h = *(Handle*)handle;
+  return guarded([&] { h.kernels.finish_rows(h.pool, *model, logits, rows, stride); });
 }
 
 int32_t hw_matmul(void* handle, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride) {
   Handle& h = *(Handle*)handle;
-  return guarded([&] { h.kernels.matmul(h.pool, h.workspace, *w, x, rows, y, stride, nullptr, false); });
+  return guarded([&] { h.kernels.matmul(h.pool, h.workspace, *w, x, rows, y, stride, nullptr, false, false); });
 }
 
 int32_t hw_dequantize_rows(void* handle, const hw_matrix* w, const int32_t* rows, int32_t count, float* out) {

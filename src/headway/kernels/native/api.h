@@ -11,7 +11,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 14
+#define HW_VERSION 15
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2, HW_SCALE_E8 = 3 };
@@ -174,6 +174,7 @@ typedef struct {
   int64_t logits_stride;
   int64_t* best;                 // [reads]
   uint8_t* bad;                  // [reads] whether a logit is NaN
+  int32_t unfinished;            // whether to leave the products of the output matrix as they are, and choose nothing
   int32_t adapter_count, adapter_uses;
   const hw_adapter* adapters;    // [adapter_count], in the order in which a row's adapters add up
   const int32_t* adapter_rows;   // [adapter_uses] the rows of each adapter, one after the other
@@ -208,7 +209,8 @@ void* hw_pool_new(int32_t count);        // a thread pool with its workspace; nu
 void hw_pool_free(void* pool);
 // These return 0, 1 when out of memory, 2 for any other failure.
 int32_t hw_forward(void* pool, const hw_model* model, const hw_step* step);
-int32_t hw_logits(void* pool, const hw_model* model, const float* x, int32_t rows, int32_t norm, float* logits, int64_t stride);
+int32_t hw_logits(void* pool, const hw_model* model, const float* x, int32_t rows, int32_t norm, int32_t finish, float* logits, int64_t stride);
+int32_t hw_finish_logits(void* pool, const hw_model* model, float* logits, int32_t rows, int64_t stride);  // products become logits: scaled, capped
 int32_t hw_matmul(void* pool, const hw_matrix* w, const float* x, int32_t rows, float* y, int64_t stride);   // y [rows, stride], stride >= n
 int32_t hw_dequantize_rows(void* pool, const hw_matrix* w, const int32_t* rows, int32_t count, float* out);           // float rows [count, k]
 int32_t hw_argmax(void* pool, const float* logits, int32_t rows, int64_t vocab, int64_t stride, int64_t* best, uint8_t* bad);

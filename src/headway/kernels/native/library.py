@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 14
+VERSION = 15
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {
@@ -175,7 +175,7 @@ class StepStruct(Structure):
         ("logits_stride", c_int64),
         ("best", c_void_p),
         ("bad", c_void_p),
-        *((name, c_int32) for name in ("adapter_count", "adapter_uses")),
+        *((name, c_int32) for name in ("unfinished", "adapter_count", "adapter_uses")),
         ("adapters", POINTER(AdapterStruct)),
         ("adapter_rows", c_void_p),
         ("adapter_scales", c_void_p),
@@ -251,7 +251,8 @@ def _declare(calls: ctypes.CDLL) -> ctypes.CDLL:
     calls.hw_pool_free.argtypes = (c_void_p,)
     calls.hw_use_isa.argtypes = (c_int32,)
     calls.hw_forward.argtypes = (c_void_p, POINTER(ModelStruct), POINTER(StepStruct))
-    calls.hw_logits.argtypes = (c_void_p, POINTER(ModelStruct), c_void_p, c_int32, c_int32, c_void_p, c_int64)
+    calls.hw_logits.argtypes = (c_void_p, POINTER(ModelStruct), c_void_p, *(c_int32,) * 3, c_void_p, c_int64)
+    calls.hw_finish_logits.argtypes = (c_void_p, POINTER(ModelStruct), c_void_p, c_int32, c_int64)
     calls.hw_matmul.argtypes = (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_int64)
     calls.hw_dequantize_rows.argtypes = (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p)
     calls.hw_sample.argtypes = (c_void_p, POINTER(SamplingStruct), c_int32)

@@ -205,6 +205,7 @@ struct Forward {
     matmuls(&head, 1, step.reads, i, threads);
     sync();
     phase(i, HW_HEAD);
+    if (step.unfinished) return;
     for (int n = from(i, step.reads); n < from(i + 1, step.reads); n++) {
       finish_logits(m, step.logits + n * step.logits_stride, w.n);
       argmax(step.logits + n * step.logits_stride, w.n, step.best[n], step.bad[n]);
@@ -775,7 +776,8 @@ struct Forward {
   }
 };
 
-// A single matmul: y = x w, activations quantized as the format needs; with a model, its logits, of normed rows if `norm`.
+// A single matmul: y = x w, activations quantized as the format needs; with a model, its logits, or
+// products that are not finished, of normed rows if `norm`.
 struct SingleMatmul {
   hw::ThreadPool& pool;
   Workspace& workspace;
@@ -785,7 +787,7 @@ struct SingleMatmul {
   float* y;
   const size_t stride;
   const hw_model* model;
-  const bool norm;
+  const bool norm, finish;
   const size_t wide = up(w.k, 32);
 
   void prepare() {
@@ -807,7 +809,7 @@ struct SingleMatmul {
     in.stride = wide;
     Matmul p{&w, in, {y, stride, false}};
     matmuls(&p, 1, rows, i, threads);
-    if (!model || (model->logit_scale == 1.0f && model->logit_cap == 0)) return;
+    if (!model || !finish || (model->logit_scale == 1.0f && model->logit_cap == 0)) return;
     pool.barrier.wait();
     for (int r = (int)((int64_t)rows * i / threads); r < (int64_t)rows * (i + 1) / threads; r++) finish_logits(*model, y + r * stride, w.n);
   }
@@ -822,10 +824,17 @@ void forward(hw::ThreadPool& pool, void* workspace, const hw_model& model, const
   pool.run([&](int i) { work.run_thread(i); });
 }
 
-void matmul(hw::ThreadPool& pool, void* workspace, const hw_matrix& w, const float* x, int rows, float* y, size_t stride, const hw_model* model, bool norm) {
-  SingleMatmul work{pool, *(Workspace*)workspace, w, x, rows, y, stride, model, norm};
+void matmul(hw::ThreadPool& pool, void* workspace, const hw_matrix& w, const float* x, int rows, float* y, size_t stride, const hw_model* model, bool norm, bool finish) {
+  SingleMatmul work{pool, *(Workspace*)workspace, w, x, rows, y, stride, model, norm, finish};
   work.prepare();
   pool.run([&](int i) { work.run_thread(i); });
+}
+
+void finish_rows(hw::ThreadPool& pool, const hw_model& model, float* logits, int rows, size_t stride) {
+  const int threads = pool.count();
+  pool.run([&](int i) {
+    for (int r = (int)((int64_t)rows * i / threads); r < (int64_t)rows * (i + 1) / threads; r++) finish_logits(model, logits + r * stride, model.output.n);
+  });
 }
 
 void dequantize_rows(hw::ThreadPool& pool, const hw_matrix& w, const int32_t* rows, int count, float* out) {

@@ -16,7 +16,7 @@ from headway.models.adapters.gguf import NAMES as GGUF_MODULES
 from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
 from headway.models.adapters.modules import HEADS, Module, Share, layer_modules
 from headway.models.adapters.target_rules import Patterns
-from headway.models.capabilities import ADAPTED, ATTENTION, Capabilities
+from headway.models.capabilities import ADAPTED, ATTENTION
 from headway.models.config import ModelConfig
 from headway.models.description import GatedDelta
 from headway.models.families import FAMILIES, by_name
@@ -54,7 +54,7 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
             raise BadModelFile(
                 f"{what} has weights for {target}, and the model has {config.layers} layers; it is another model's"
             )
-        module = _head(config, what) if target == HEAD else _module(target, modules, config, what)
+        module = _head(config) if target == HEAD else _module(target, modules, config, what)
         has = (pair.b.shape[0], pair.a.shape[1])
         if has != module.shape:
             raise BadModelFile(
@@ -109,13 +109,8 @@ def layer_targets(c: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     return {role: (shapes[role][0], shapes[role][1]) for role in ADAPTED if role in shapes}
 
 
-def _head(config: ModelConfig, what: str) -> Module:
-    """The output matrix, if adapters may change it."""
-    if not Capabilities.of(config).adapts_head:
-        raise Unsupported(
-            f"{what} has weights for {HEAD}, and a {config.family} model scales or caps its logits, after which "
-            f"adapters of the output matrix would be added; train it on {', '.join(target_shapes(config))}"
-        )
+def _head(config: ModelConfig) -> Module:
+    """The output matrix."""
     return Module(head_shape(config), (Share(HEAD.part),))
 
 

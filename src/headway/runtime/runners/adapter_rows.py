@@ -37,15 +37,12 @@ def has_head(mixes: Sequence[AdapterMix | None]) -> bool:
     return any(isinstance(use, LoadedAdapter) and use.head is not None for use in uses)
 
 
-def add_to_logits(logits: np.ndarray, h: np.ndarray, mixes: Sequence[AdapterMix | None]) -> list[int]:
-    """Add what adapters of the head make of normed rows h [R, E] to logits [R, V], in place; the rows that changed.
+def add_to_products(products: np.ndarray, h: np.ndarray, mixes: Sequence[AdapterMix | None]) -> None:
+    """Add what adapters of the head make of normed rows h [R, E] to its products [R, V], in place.
 
     Every row is computed by itself, so that its bits depend on nothing else.
     """
-    changed = set[int]()
     for adapter, rows, scales in by_adapter(mixes):
         if (head := adapter.head) is not None:
-            changed.update(rows)
             for row, scale in zip(rows, scales, strict=True):
-                logits[row] += (head.b @ (head.a @ h[row])) * np.float32(scale * head.factor)
-    return sorted(changed)
+                products[row] += (head.b @ (head.a @ h[row])) * np.float32(scale * head.factor)

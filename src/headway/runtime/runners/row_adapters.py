@@ -13,7 +13,7 @@ from headway.kernels.reference.lora import Delta, OrderedLowRank, Piece, Reduce,
 from headway.kernels.reference.quantized import tensor
 from headway.models.adapters.bound import BoundAdapter, layer_targets, stored_pair
 from headway.models.config import ModelConfig
-from headway.runtime.runners.adapter_rows import add_to_logits, by_adapter
+from headway.runtime.runners.adapter_rows import add_to_products, by_adapter
 
 STACKS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q", "k", "v", "q_down", "kv_down"),
@@ -68,19 +68,19 @@ def head_on(adapter: BoundAdapter, device: torch.device) -> Piece | None:
     return Piece(tensor(a).to(device), tensor(b).to(device), factor, 0)
 
 
-def add_heads(logits: Tensor, h: Tensor, mixes: Sequence[AdapterMix | None]) -> None:
-    """Add what adapters of the output matrix make of normed rows h [R, E] to logits [R, V], in place.
+def add_heads(products: Tensor, h: Tensor, mixes: Sequence[AdapterMix | None]) -> None:
+    """Add what adapters of the output matrix make of normed rows h [R, E] to its products [R, V], in place.
 
     Every row is computed by itself: its bits depend on nothing else, and on a CPU are those of the native step.
     """
-    if logits.device.type == "cpu":
-        add_to_logits(logits.numpy(), h.float().numpy(), mixes)
+    if products.device.type == "cpu":
+        add_to_products(products.numpy(), h.float().numpy(), mixes)
         return
     for adapter, rows, scales in by_adapter(mixes):
         head: Piece | None = getattr(adapter.weights, "head", None)
         if head is not None:
             for row, scale in zip(rows, scales, strict=True):
-                logits[row] += (head.b @ (head.a @ h[row].float())) * (scale * head.factor)
+                products[row] += (head.b @ (head.a @ h[row].float())) * (scale * head.factor)
 
 
 class TorchRowAdapters:

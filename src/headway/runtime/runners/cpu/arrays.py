@@ -76,7 +76,7 @@ class StepArrays:
     def fill(self, batch: Batch) -> library.StepStruct:
         """The batch's rows, pages and masks, decode rows first; hooks, reads and outputs are the caller's to set."""
         put, step, segments, decode = self._ints.put, self.step, batch.segments, batch.decode
-        step.hidden_count = step.query_count = step.reads = 0
+        step.hidden_count = step.query_count = step.reads = step.unfinished = 0
         if self._go_on(batch):
             return step
         self._ints.clear()

@@ -14,6 +14,7 @@ import numpy as np
 from headway.base.arrays import empty
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
+from headway.base.specs.adapters import Mixes
 from headway.base.specs.probes import Probe
 from headway.base.specs.samplers import NO_TOKEN, Sampling
 from headway.base.system.device import AnyDevice
@@ -36,7 +37,7 @@ from headway.runtime.batch import Batch, DecodeRows, Segment
 from headway.runtime.passes import BEFORE, DecodeMask, Readout
 from headway.runtime.profile import PHASES, Profiler, step_bytes
 from headway.runtime.readout import SLAB, Reader, make_hooks, not_a_number, plainly_greedy, segment_results
-from headway.runtime.runners.adapter_rows import add_to_logits, has_head
+from headway.runtime.runners.adapter_rows import add_to_products, has_head
 from headway.runtime.runners.base import DECODE_LIMIT, SegmentResult, StepResult
 from headway.runtime.runners.cpu.adapters import NativeAdapter
 from headway.runtime.runners.cpu.arrays import StepArrays
@@ -85,12 +86,26 @@ class NativeModel:
 
     def logits(self, x: np.ndarray, tile: int | None) -> np.ndarray:
         """Logits [R, V] of residual rows [R, E]."""
+        return self._head(x, finish=True)
+
+    def products_of(self, x: np.ndarray, tile: int | None) -> np.ndarray:
+        """What the output matrix makes of residual rows [R, E]: [R, V]."""
+        return self._head(x, finish=False)
+
+    def _head(self, x: np.ndarray, *, finish: bool) -> np.ndarray:
         w = self.decoder.output
         y = empty((len(x), w.padded_n))
         x = float_rows(x, w.k)
-        call = self.thread_pool.calls.hw_logits
-        check(call(self.thread_pool.handle, self._struct, x.ctypes.data, len(x), 1, y.ctypes.data, w.padded_n))
+        call, handle = self.thread_pool.calls.hw_logits, self.thread_pool.handle
+        check(call(handle, self._struct, x.ctypes.data, len(x), 1, finish, y.ctypes.data, w.padded_n))
         return y[:, : w.n]
+
+    def finish_logits(self, products: np.ndarray) -> np.ndarray:
+        """Logits of what the output matrix gave and adapters have added to, in its place."""
+        assert products.strides[1] == products.itemsize
+        call, stride = self.thread_pool.calls.hw_finish_logits, products.strides[0] // products.itemsize
+        check(call(self.thread_pool.handle, self._struct, products.ctypes.data, len(products), stride))
+        return products
 
     def best(self, logits: np.ndarray) -> tuple[list[bool], list[int] | None]:
         """For each row whether it has a NaN, and its first largest."""
@@ -170,9 +185,11 @@ class NativeRunner:
         """Run with the head and the greedy choice in the same call."""
         count, step = batch.decode_count, NativeStep(self, batch)
         native = self._arrays.fill(batch)
-        best, bad = self._read(native, [*range(count), *(count + row for _, _, row in reads)])
+        rows = [*range(count), *(count + row for _, _, row in reads)]
+        best, bad = self._read(native, rows, batch)
         x = self._run(native)
-        self._adapt_head(batch, x, [*range(count), *(count + row for _, _, row in reads)], best, bad)
+        if native.unfinished:
+            self._adapt_head(x[rows], _mixes(batch, rows), best, bad)
         step.decode = self._decoded(batch, best, bad)
         values: dict[tuple[int, int], object] = {}
         tokens = zip(reads, best[count:].tolist(), bad[count:].tolist(), strict=True)
@@ -181,8 +198,11 @@ class NativeRunner:
         step.segments = segment_results(batch, x[count:], values)
         return step
 
-    def _read(self, step: library.StepStruct, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Have the step compute the logits of these rows, the likeliest token of each, and whether it has a NaN."""
+    def _read(self, step: library.StepStruct, rows: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Have the step compute the logits of these rows, the likeliest token of each, and whether it has a NaN.
+
+        Where an adapter changes the head it leaves what the output matrix gave; `_adapt_head` does the rest.
+        """
         w, count = self.decoder.output, len(rows)
         if len(self._logits) < count:
             self._logits = empty((count, w.padded_n))
@@ -190,17 +210,14 @@ class NativeRunner:
         step.reads, step.read_rows = count, self._arrays.put(rows)
         step.logits, step.logits_stride = self._logits.ctypes.data, w.padded_n
         step.best, step.bad = best.ctypes.data, bad.ctypes.data
+        step.unfinished = has_head(_mixes(batch, rows))
         return best, bad
 
-    def _adapt_head(self, batch: Batch, x: np.ndarray, rows: Sequence[int], best: np.ndarray, bad: np.ndarray) -> None:
-        """Add what adapters make of the head to the logits that the step has read of these rows, and choose again."""
-        every = batch.adapters
-        mixes = () if every is None else [every[row] for row in rows]
-        if not has_head(mixes):
-            return
-        logits = self._logits[: len(rows), : self.decoder.output.n]
-        changed = add_to_logits(logits, self.model.finish(x[list(rows)], None), mixes)
-        bad[changed], best[changed] = self.model.best(logits[changed])
+    def _adapt_head(self, x: np.ndarray, mixes: Mixes, best: np.ndarray, bad: np.ndarray) -> None:
+        """Add what adapters of the head make of rows x to what the step has left unfinished of them, and finish it."""
+        products = self._logits[: len(x), : self.decoder.output.n]
+        add_to_products(products, self.model.finish(x, None), mixes)
+        bad[:], best[:] = self.model.best(self.model.finish_logits(products))
 
     def _decoded(self, batch: Batch, best: np.ndarray, bad: np.ndarray) -> DecodeLogits | None:
         count = batch.decode_count
@@ -229,10 +246,11 @@ class NativeRunner:
         step.hidden_layers, step.hidden_rows = put([l for l, _ in hidden]), put([count + r for _, r in hidden])
         step.query_layers, step.query_rows = put([l for l, _ in queries]), put([count + r for _, r in queries])
         step.hidden_out, step.query_out = hidden_out.ctypes.data, query_out.ctypes.data
-        best, bad = self._read(step, range(count)) if count else (np.empty(0), np.empty(0))
+        best, bad = self._read(step, range(count), batch) if count else (np.empty(0), np.empty(0))
         x = self._run(step)
         self._collect(hooks, hidden_out, query_out)
-        self._adapt_head(batch, x, range(count), best, bad)
+        if step.unfinished:
+            self._adapt_head(x[:count], _mixes(batch, range(count)), best, bad)
         return x, self._decoded(batch, best, bad)
 
     def _collect(self, hooks: Hooks, hidden: np.ndarray, queries: np.ndarray) -> None:
@@ -257,6 +275,12 @@ class NativeRunner:
             sizes = step_bytes(self.decoder, batch, self.page_size, self.pool.width)
             sizes["rope"] += sizes.pop("kv write")  # keys and values go to their pages as they are rotated
             self.profiler.end(sizes)
+
+
+def _mixes(batch: Batch, rows: Sequence[int]) -> Mixes:
+    """The adapters of rows of a batch, decode rows first."""
+    every = batch.adapters
+    return () if every is None else [every[row] for row in rows]
 
 
 class NativeStep:

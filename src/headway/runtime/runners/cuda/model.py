@@ -351,9 +351,7 @@ class CudaModel:
 
     def logits(self, x: Tensor, tile: int | None) -> Tensor:
         """Logits [R, V] float32 of residual rows [R, E]."""
-        logits = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=self.device)
-        self.head(x, None, torch.empty_like(x), logits)
-        return logits
+        return self.finish_logits(self.products_of(x, tile))
 
     @property
     def functions(self) -> Any:
@@ -370,12 +368,29 @@ class CudaModel:
 
     def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
         """Logits into [R, V] float32, of residual rows x, or of the `rows` [R] int32 of it. h [R, E] is scratch."""
-        self._head(x, rows, h, logits)
-        what = self.config.description
-        if self._output_bias is not None or what.logit_scale != 1.0 or what.logit_cap is not None:
-            fused.finish_logits(logits, self._output_bias, what.logit_scale, what.logit_cap)
+        self.products(x, rows, h, logits)
+        self.finish_logits(logits)
 
-    def _head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
+    def products_of(self, x: Tensor, tile: int | None) -> Tensor:
+        """What the output matrix makes of residual rows [R, E]: [R, V] float32, without its bias."""
+        products = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=self.device)
+        self.products(x, None, torch.empty_like(x), products)
+        return products
+
+    @property
+    def finishes_logits(self) -> bool:
+        """Whether logits are not what the output matrix makes of rows."""
+        what = self.config.description
+        return self._output_bias is not None or what.logit_scale != 1.0 or what.logit_cap is not None
+
+    def finish_logits(self, products: Tensor) -> Tensor:
+        """Logits of what `products` gave and adapters have added to, in its place."""
+        if self.finishes_logits:
+            what = self.config.description
+            fused.finish_logits(products, self._output_bias, what.logit_scale, what.logit_cap)
+        return products
+
+    def products(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
         """The final norm and the output matrix."""
         d = self.decoder
         if isinstance(d.output, CudaQuantizedMatrix):

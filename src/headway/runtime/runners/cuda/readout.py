@@ -65,7 +65,7 @@ class CudaReader:
     """Turns residual rows into values. Owns the logits, of at most MOST rows at once, and who draws and looks there."""
 
     def __init__(self, model: CudaModel, graphs: Graphs, name: str) -> None:
-        self.model, self._graphs, self._slow, self._name = model, graphs, Reader(model, None), name
+        self.model, self._graphs, self._slow, self._name = model, graphs, Reader(model, None, add_heads), name
         self._room, self._row_names = 0, [f"{name} rows {i}" for i in range(2)]
         self._rows = Upload(MOST, torch.int32, model.device)
         self._sent_rows: Sequence[int] = ()  # those on the device
@@ -138,15 +138,16 @@ class CudaReader:
 
     def row_logits(self, x: Tensor, rows: DecodeRows) -> Tensor:
         """Logits [N, V] of the first rows of x, which are these."""
-        logits = self._only(x) if len(x) == 1 else self._chosen(range(len(rows)), x)
-        return logits if rows.adapters is None else self._adapted(logits, x, range(len(rows)), rows.adapters)
+        return self._adapted(x, range(len(rows)), () if rows.adapters is None else rows.adapters)
 
-    def _adapted(self, logits: Tensor, x: Tensor, rows: Sequence[int], mixes: Mixes) -> Tensor:
-        """The logits of these rows of x, with what adapters of the output matrix add to them."""
-        if has_head(mixes):
-            which = torch.tensor(rows, device=x.device)
-            add_heads(logits, self.model.finish(x.index_select(0, which), None), mixes)
-        return logits
+    def _adapted(self, x: Tensor, rows: Sequence[int], mixes: Mixes) -> Tensor:
+        """Logits [R, V] of these rows of x, with what adapters of the output matrix add to its products."""
+        if not has_head(mixes):
+            return self.head(None if len(x) == 1 else rows, x)
+        products = self._only(x, products=True) if len(x) == 1 else self._chosen(rows, x, products=True)
+        which = torch.tensor(rows, device=x.device)
+        add_heads(products, self.model.finish(x.index_select(0, which), None), mixes)
+        return self.model.finish_logits(products)
 
     def sample_rows(
         self, rows: DecodeRows, logits: Tensor, words: Sequence[np.ndarray | None]
@@ -227,7 +228,7 @@ class CudaReader:
         rows = [row for _, _, row, _ in placed]
         places = [self._first + row for row in rows]
         mixes = [batch.segments[s].mix_of(row) for s, _, row, _ in placed]
-        logits = self._adapted(self._chosen(places, x), x, places, mixes)
+        logits = self._adapted(x, places, mixes)
         readouts = [r for _, _, _, r in placed]
         size = self._draws.fill(range(len(placed)), readouts, batch.positions[rows], ())
         self._launch(logits, size)
@@ -329,18 +330,12 @@ class CudaReader:
     ) -> Tensor:
         """Logits [R, V] of these places, in the reader's own buffer, followed by a copy of the `copied` rows."""
         if any(place.row == BEFORE for place in places):
-            rows = torch.stack([self._residual(place, batch, x) for place in places])
-            logits = self._adapted(self.model.logits(rows, None), rows, range(len(rows)), mixes)
+            logits = self._slow.logits([self._residual(place, batch, x) for place in places], mixes)
             return torch.cat((logits, logits[copied])) if copied else logits
         assert x is not None
         count = len(places)
-        if len(x) == 1:
-            self._grow(1 + len(copied))
-            logits = self._only(x)
-        else:
-            self._grow(count + len(copied))
-            logits = self._chosen([self._first + place.row for place in places], x)
-        logits = self._adapted(logits, x, [self._first + place.row for place in places], mixes)
+        self._grow((1 if len(x) == 1 else count) + len(copied))
+        logits = self._adapted(x, [self._first + place.row for place in places], mixes)
         if not copied:
             return logits
         self._out[count : count + len(copied)] = logits[copied]
@@ -350,15 +345,21 @@ class CudaReader:
         """Logits [R, V] of these rows of x; None: of its only one."""
         return self._only(x) if rows is None else self._chosen(rows, x)
 
-    def _only(self, x: Tensor) -> Tensor:
-        """Logits [1, V] of the one row of x."""
+    def _only(self, x: Tensor, *, products: bool = False) -> Tensor:
+        """Logits [1, V] of the one row of x, or what its output matrix gives."""
         logits, h = self._out[:1], self._h[:1]
         self.model.before_head(None)
-        self._graphs.run(("head", 0, x.data_ptr(), self._name), lambda: self.model.head(x, None, h, logits))
+        name, run = self._what(products)
+        self._graphs.run((name, 0, x.data_ptr(), self._name), lambda: run(x, None, h, logits))
         return logits
 
-    def _chosen(self, rows: Sequence[int], x: Tensor) -> Tensor:
-        """Logits [R, V] of these rows of x."""
+    def _what(self, products: bool) -> tuple[str, Callable[[Tensor, Tensor | None, Tensor, Tensor], None]]:
+        """What computes logits, or what becomes them, and the name of its graphs."""
+        apart = products and self.model.finishes_logits
+        return ("products", self.model.products) if apart else ("head", self.model.head)
+
+    def _chosen(self, rows: Sequence[int], x: Tensor, *, products: bool = False) -> Tensor:
+        """Logits [R, V] of these rows of x, or what their output matrix gives."""
         count, size = len(rows), padded(len(rows))
         assert size is not None
         self._grow(size)
@@ -370,7 +371,8 @@ class CudaReader:
             self._sent_rows = rows
         chosen = self._rows.device[:size]
         self.model.before_head(rows)
-        self._graphs.run(("head", size, x.data_ptr(), self._name), lambda: self.model.head(x, chosen, h, logits))
+        name, run = self._what(products)
+        self._graphs.run((name, size, x.data_ptr(), self._name), lambda: run(x, chosen, h, logits))
         return logits[:count]
 
     def _residual(self, place: _Place, batch: Batch, x: Tensor | None) -> Tensor:

@@ -77,12 +77,12 @@ class SplitCudaModel(CudaModel):
     def before_head(self, rows: Sequence[int] | None) -> None:
         self._tell_head(rows)
 
-    def logits(self, x: Tensor, tile: int | None) -> Tensor:
+    def products_of(self, x: Tensor, tile: int | None) -> Tensor:
         self._link.begin_head(x)
-        return super().logits(x, tile)
+        return super().products_of(x, tile)
 
-    def head(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
-        """Logits of the whole vocabulary, on rank 0; every rank gives those of its own rows."""
+    def products(self, x: Tensor, rows: Tensor | None, h: Tensor, logits: Tensor) -> None:
+        """Of the whole vocabulary, on rank 0; every rank gives those of its own rows."""
         part = torch.empty(len(h), len(self._output), dtype=torch.float32, device=self.device)
         which = self._first(len(h)) if rows is None else rows
         fused.norm(x, self.decoder.final_norm, self.config.norm_eps, h, rows=which)
@@ -169,7 +169,7 @@ class RankCudaRunner(CudaRunner):
         with self._where():
             d = self.decoder
             x = torch.empty(rows, d.config.hidden_size, dtype=d.dtype, device=d.device)
-            CudaModel.logits(self.model, self._link.share(x), None)
+            CudaModel.products_of(self.model, self._link.share(x), None)
 
 
 class ParallelCudaRunner(RankCudaRunner):
