@@ -1,15 +1,22 @@
 """Steps of models with experts, of published shapes with random weights, beside what reading their weights takes.
 
-    python benchmarks/gpu_experts.py [qwen3-30b-a3b gpt-oss-20b] [--layers N]
+    python benchmarks/gpu_experts.py [qwen3-30b-a3b gpt-oss-20b] [--layers N] [--against '']
 
-A step reads every weight but those of experts that no row goes to: of random routing so many are expected. Nothing else
-is counted: neither keys and values nor activations.
+A step reads every weight but those of experts that no row goes to: of random routing so many are expected. Nothing
+else is counted: neither keys and values nor activations. GPT-OSS has its experts in MXFP4, as it is published.
+transformers takes eager steps of the same shape in bfloat16, over as many slots: it has MXFP4 only with kernels
+that it downloads. Table and JSON go to benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import gc
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +27,14 @@ from torch import Tensor
 from headway.kernels.host.rope import Rope, frequencies
 from headway.models.config import ModelConfig
 from headway.models.description import Description, Experts
+from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.weights.load_described import build_described
+from headway.models.weights.shapes import layer_shapes
 from headway.runtime.batch import Batch
 
+RESULTS = Path(__file__).parent / "results"
 CONTEXT = 512
+ROWS = (1, 8, 64)
 SHAPES = {  # hidden, layers, heads, key heads, head size, vocabulary, biases, norms of queries and keys
     "qwen3-30b-a3b": (2048, 48, 32, 4, 128, 151936, False, True),
     "gpt-oss-20b": (2880, 24, 64, 8, 64, 201088, True, False),
@@ -47,8 +58,17 @@ class DeviceWeights:
         drawn = torch.randn(shape, dtype=self.dtype, device=self.device)
         return drawn * shape[-1] ** -0.5 if len(shape) > 1 else drawn * 0.1 + ("norm" in role)
 
-    def fp4(self, roles: tuple[str, ...], layer: int) -> None:
-        """Weights are floats."""
+    def kept(self, roles: tuple[str, ...], layer: int) -> Fp4Experts | None:
+        """GPT-OSS has its experts in MXFP4; those of others are floats."""
+        if not self.config.description.sinks:
+            return None
+        shapes = layer_shapes(self.config, layer)
+        count, _, k = shapes[roles[0]]
+        n = sum(shapes[role][1] for role in roles)
+        codes = torch.randint(0, 256, (count, n, k // 2), dtype=torch.uint8, device=self.device)
+        scales = torch.randint(118, 122, (count, n, k // 32), dtype=torch.uint8, device=self.device)
+        bias = torch.cat([self.read(f"{role}_bias", shapes[f"{role}_bias"], layer) for role in roles], 1)
+        return Fp4Experts(codes, scales, bias, self.dtype)
 
     def frequencies(self) -> Tensor:
         row = torch.from_numpy(frequencies(self.config.rope)).to(self.device)
@@ -87,7 +107,8 @@ def read_bytes(c: ModelConfig, rows: int) -> float:
     assert what is not None
     experts = 3 * c.layers * what.count * what.size * c.hidden_size
     used = 1 - (1 - what.per_token / what.count) ** rows
-    return 2 * (c.parameters - experts - c.vocab_size * c.hidden_size + used * experts)
+    width = (4 + 8 / 32) / 8 if c.description.sinks else 2
+    return 2 * (c.parameters - experts - c.vocab_size * c.hidden_size) + width * used * experts
 
 
 def batch_of(rows: int) -> Batch:
@@ -97,29 +118,116 @@ def batch_of(rows: int) -> Batch:
     return replace(batch, segments=known)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A step of one shape: milliseconds, and how often that is the time of reading its weights."""
+
+    shape: str
+    rows: int
+    ms: float
+    weights_ms: float
+    transformers_ms: float | None = None
+
+    def line(self) -> str:
+        found = (
+            f"{self.shape:<15}{self.rows:>3} rows {self.ms:8.3f} ms a step, weights alone {self.weights_ms:7.3f} ms: "
+        )
+        found += f"{self.ms / self.weights_ms:.2f} of that"
+        return found if self.transformers_ms is None else f"{found}; transformers {self.transformers_ms:.1f} ms"
+
+
+def own_steps(name: str, layers: int | None, speed: float) -> list[Row]:
+    """Headway's steps."""
+    decoder = build_described(DeviceWeights(config_of(name, layers), torch.bfloat16, torch.device("cuda")))
+    found = []
+    for rows in ROWS:
+        runner = runner_for(decoder, rows, CONTEXT)
+        took, least = step_seconds(runner, batch_of(rows)), read_bytes(decoder.config, rows) / speed
+        found.append(Row(name, rows, took * 1e3, least * 1e3))
+        print(found[-1].line(), flush=True)
+        del runner
+    return found
+
+
+def published(name: str, layers: int | None) -> Any:
+    """The shape as transformers' config."""
+    from transformers import GptOssConfig, Qwen3MoeConfig
+
+    c = config_of(name, layers)
+    what = c.description.experts
+    assert what is not None
+    same: dict[str, Any] = {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "num_experts_per_tok": what.per_token,
+        "tie_word_embeddings": False,
+    }
+    if name == "gpt-oss-20b":
+        return GptOssConfig(**same, num_local_experts=what.count, intermediate_size=what.size)
+    return Qwen3MoeConfig(**same, num_experts=what.count, moe_intermediate_size=what.size, norm_topk_prob=True)
+
+
+def their_steps(name: str, layers: int | None) -> dict[int, float]:
+    """Milliseconds of transformers' eager decode steps after a prompt of as many tokens, by rows."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(published(name, layers), dtype=torch.bfloat16)
+    model = model.to_empty(device="cuda").eval()
+    for weight in model.parameters():
+        weight.normal_(0.0, weight.shape[-1] ** -0.5)
+    for each in model.modules():  # rotations are computed, not drawn
+        if hasattr(each, "inv_freq"):
+            each.inv_freq.copy_(torch.linspace(1.0, 1e-4, len(each.inv_freq), device="cuda"))
+    found = {}
+    for rows in ROWS:
+        tokens = torch.randint(0, 1000, (rows, CONTEXT), device="cuda")
+        cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
+        times = []
+        for _ in range(8):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            model(tokens[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        found[rows] = statistics.median(times[2:])
+    return found
+
+
+def clear() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(SHAPES), metavar="NAME")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--against", default="transformers", help="'' leaves it out")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table and the JSON")
     given = parser.parse_args()
-    device = torch.device("cuda")
-    speed = measure(device).bandwidth
-    print(f"{torch.cuda.get_device_name(device)}, {speed / 1e12:.2f} TB/s", flush=True)
-    for name in given.names:
-        with torch.inference_mode():
-            decoder = build_described(DeviceWeights(config_of(name, given.layers), torch.bfloat16, device))
-            for rows in (1, 8, 64):
-                runner = runner_for(decoder, rows, CONTEXT)
-                took = step_seconds(runner, batch_of(rows))
-                least = read_bytes(decoder.config, rows) / speed
-                print(
-                    f"{name}, {decoder.config.layers} layers, {rows} rows: {took * 1e3:.3f} ms a step, "
-                    f"weights alone {least * 1e3:.3f} ms, {took / least:.2f} of that",
-                    flush=True,
-                )
-                del runner
-            del decoder
-        torch.cuda.empty_cache()
+    speed = measure(torch.device("cuda")).bandwidth
+    head = f"{torch.cuda.get_device_name()} · torch {torch.__version__} · {speed / 1e12:.2f} TB/s"
+    print(head, flush=True)
+    found: list[Row] = []
+    with torch.inference_mode():
+        for name in given.names:
+            own = own_steps(name, given.layers, speed)
+            clear()
+            if given.against:
+                theirs = their_steps(name, given.layers)
+                own = [replace(row, transformers_ms=theirs[row.rows]) for row in own]
+                clear()
+            found += own
+    table = "\n".join([head, *(row.line() for row in found)]) + "\n"
+    print(table, end="")
+    (given.out / "gpu-experts.txt").write_text(table)
+    (given.out / "gpu-experts.json").write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -85,3 +85,13 @@ def test_a_peer_that_fails_or_is_late_is_skipped_with_the_reason(gpu_peers: Any)
         for process, why in ((late, "not ready: no answer in 0 s"), (failing, "not ready: AttributeError: .*float7")):
             with pytest.raises(gpu_peers.PeerFailed, match=why):
                 process.ask({"do": "prefill", "tokens": 4, "repeats": 1}, later)
+
+
+@pytest.mark.gpu
+def test_steps_of_experts_are_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_experts.py", "--layers", "1", "--against", "", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu-experts.json").read_text())
+    assert {row["shape"] for row in found} == {"qwen3-30b-a3b", "gpt-oss-20b"}
+    assert all(row["ms"] > row["weights_ms"] > 0 for row in found)
