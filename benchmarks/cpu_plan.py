@@ -123,18 +123,18 @@ def quick() -> list[Entry]:
 
 def _quantized(z: Sizes, small: str, large: str) -> Iterator[Entry]:
     decode, long, longer = _works(z)
-    for form, other, ahead, share in (("q4_0", "ov-int4", 1.5, 0.65), ("q8_0", "ov-int8", 1.3, 0.75)):
+    for form, other, ahead in (("q4_0", "ov-int4", 1.5), ("q8_0", "ov-int8", 1.3)):
         both = (Rival("llama", form, ahead), Rival("openvino", other, ahead))
-        yield Entry(small, form, decode, both, share)
+        yield Entry(small, form, decode, both, 0.75)
         yield Entry(large, form, decode, tuple(replace(rival, wanted=1.0) for rival in both), 0.80)
-        for n, wanted in zip(z.batches, (2.0, 3.0)):
-            rivals = (Rival("llama", form, wanted), Rival("vllm", "f32", wanted), Rival("openvino", other))
+        for n, wanted in zip(z.batches, (1.4, 1.3)):
+            rivals = (Rival("llama", form, 2.5), Rival("vllm", "f32", 2.5), Rival("openvino", other, wanted))
             yield Entry(small, form, replace(decode, sequences=n), rivals)
-        for work in (long, longer):
-            yield Entry(small, form, work, (Rival("llama", form, 3.0), Rival("openvino", other, 1.6)))
+        for work, wanted in ((long, 1.1), (longer, 1.0)):
+            yield Entry(small, form, work, (Rival("llama", form, 2.0), Rival("openvino", other, wanted)))
         yield Entry(large, form, long, (Rival("llama", form), Rival("openvino", other, 1.2)))
         forks = Work("fork", z.prompts[0], z.branch, z.forks)
-        yield Entry(small, form, forks, (Rival("llama", form, 3.0), Rival("transformers", "f32", 3.0)))
+        yield Entry(small, form, forks, (Rival("llama", form, 4.0), Rival("transformers", "f32", 4.0)))
         yield Entry(small, form, Work("first", z.short), (Rival("openvino", other, 1.0), Rival("llama", form)))
     yield Entry(small, "q4_0", Work("trim", z.slots, z.tokens, window=z.window), wanted=8.0)
     rivals = (Rival("transformers", "f32", 2.5), Rival("llama", "q4_0"))
@@ -150,8 +150,8 @@ def _floats(z: Sizes, small: str, large: str) -> Iterator[Entry]:
     wide = replace(decode, sequences=z.batches[0])
     yield Entry(small, "f32", wide, (Rival("transformers", "f32"), Rival("vllm", "f32")))
     for shape in dict.fromkeys((small, large)):
-        for work in (decode, long):
-            yield Entry(shape, "bf16", work, (Rival("transformers", "bf16", 3.0), Rival("vllm", "bf16")))
+        for work, wanted in ((decode, 3.0), (long, 1.3)):
+            yield Entry(shape, "bf16", work, (Rival("transformers", "bf16", wanted), Rival("vllm", "bf16")))
     yield Entry(small, "f16", decode, (Rival("llama", "gguf-f16"), Rival("openvino", "ov-fp16")))
 
 
@@ -160,7 +160,8 @@ def _others(z: Sizes, small: str, large: str) -> Iterator[Entry]:
     decode, long, _ = _works(z)
     for shape in dict.fromkeys((small, large)):
         for work in (decode, long):
-            yield Entry(shape, "q4_k", work, (Rival("llama", "q4_k"),))
+            wanted = 1.3 if work is decode else None
+            yield Entry(shape, "q4_k", work, (Rival("llama", "q4_k", wanted),))
             yield Entry(shape, "int8", work, (Rival("llama", "q8_0"), Rival("openvino", "ov-int8")))
             yield Entry(shape, "int4", work, (Rival("llama", "q4_0"), Rival("openvino", "ov-int4")))
 

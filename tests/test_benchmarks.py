@@ -363,7 +363,7 @@ def test_the_plan_has_every_aim_once_and_keeps_files_together() -> None:
     changes = sum(a != b for a, b in pairwise(groups))
     assert changes == len(set(groups)) - 1
     aims = {e.label: ({(r.peer, r.form): r.wanted for r in e.rivals}, e.share) for e in entries}
-    assert aims["smol q4_0 decode 1"] == ({("llama", "q4_0"): 1.5, ("openvino", "ov-int4"): 1.5}, 0.65)
+    assert aims["smol q4_0 decode 1"] == ({("llama", "q4_0"): 1.5, ("openvino", "ov-int4"): 1.5}, 0.75)
     assert aims["1b q8_0 decode 1"] == ({("llama", "q8_0"): 1.0, ("openvino", "ov-int8"): 1.0}, 0.80)
     assert {e.work.kind for e in quick()} == {e.work.kind for e in entries}
     assert all(r.wanted is None for e in quick() for r in e.rivals)

@@ -57,7 +57,7 @@ def test_overhead_prints_a_line_for_every_number_of_rows(headway: Run) -> None:
     title, headers, *rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert "120 steps" in title[0]
     assert headers == ["rows", "median µs", "p95 µs", "µs per row", "allowed µs", "within"]
-    assert [(row[0], row[4]) for row in rows] == [("1", "530"), ("3", "590")]
+    assert [(row[0], row[4]) for row in rows] == [("1", "120"), ("3", "140")]
     assert [row[5] == "yes" for row in rows] == [float(row[1]) <= float(row[4]) for row in rows]
     assert done.stderr.splitlines() == ["1 rows, 1 of 2", "3 rows, 2 of 2"]
 
@@ -66,7 +66,7 @@ def test_overhead_as_json_says_on_which_machine(headway: Run) -> None:
     found = json.loads(headway("bench", "overhead", "--rows", "2", "--json").stdout)
     (result,) = found["results"]
     assert found["machine"]["cpu"]
-    assert (result["rows"], result["steps"], result["allowance_us"]) == (2, STEPS, 560)
+    assert (result["rows"], result["steps"], result["allowance_us"]) == (2, STEPS, 130)
     assert result["us_per_row"] == pytest.approx(result["median_us"] / 2, abs=0.1)
     assert 0 < result["median_us"] <= result["p95_us"]
 
@@ -81,8 +81,8 @@ def test_bad_numbers_of_rows_are_refused(headway: Run, rows: str, why: str) -> N
 
 
 def test_the_allowance_is_a_part_for_the_step_and_one_for_each_row() -> None:
-    assert Overhead(64, 100, median=2420.0, p95=9000.0).within
-    assert not Overhead(64, 100, median=2421.0, p95=9000.0).within
+    assert Overhead(64, 100, median=750.0, p95=9000.0).within
+    assert not Overhead(64, 100, median=751.0, p95=9000.0).within
 
 
 def test_the_stop_watch_counts_what_lies_between_steps_and_not_the_edits() -> None:

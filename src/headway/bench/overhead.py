@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STEPS = 120  # measured for each number of rows
 WARM_STEPS = 10  # before that, while everything is first touched
 LENGTH = WARM_STEPS + STEPS + 20  # tokens of each program, so that all of them run all that time
-STEP_ALLOWANCE, ROW_ALLOWANCE = 500.0, 30.0  # µs
+STEP_ALLOWANCE, ROW_ALLOWANCE = 110.0, 10.0  # µs
 DEVICE_STEP, DEVICE_ROW = 0.02, 0.0005  # seconds per step of the stand-in: long enough for programs to catch up
 ROWS_LIMIT = 512  # decode rows of one step
 VOCAB, PAGE = 97, 16
