@@ -1,6 +1,6 @@
 """Steps of models with experts, of published shapes with random weights, beside what reading their weights takes.
 
-    python benchmarks/gpu_experts.py [qwen3-30b-a3b gpt-oss-20b] [--layers N] [--against '']
+    python benchmarks/gpu_experts.py [qwen3-30b-a3b gpt-oss-20b deepseek-v2-lite] [--layers N] [--against '']
 
 A step reads every weight but those of experts that no row goes to: of random routing so many are expected. Nothing
 else is counted: neither keys and values nor activations. GPT-OSS has its experts in MXFP4, as it is published.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headway.kernels.host.rope import Rope, frequencies
 from headway.models.config import ModelConfig
-from headway.models.description import Description, Experts
+from headway.models.description import Description, ExpertGroups, Experts, LatentAttention
 from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.weights.load_described import build_described
 from headway.models.weights.shapes import layer_shapes
@@ -38,13 +38,26 @@ ROWS = (1, 8, 64)
 SHAPES = {  # hidden, layers, heads, key heads, head size, vocabulary, biases, norms of queries and keys
     "qwen3-30b-a3b": (2048, 48, 32, 4, 128, 151936, False, True),
     "gpt-oss-20b": (2880, 24, 64, 8, 64, 201088, True, False),
+    "deepseek-v2-lite": (2048, 27, 16, 1, 576, 102400, False, False),
 }
 DESCRIPTIONS = {
     "qwen3-30b-a3b": Description(experts=Experts(128, 8, 768)),
     "gpt-oss-20b": Description(
         sinks=True, experts=Experts(32, 4, 2880, router_bias=True, bias=True, clamp=7.0, alpha=1.702)
     ),
+    "deepseek-v2-lite": Description(
+        latent=LatentAttention(512, 64, 128, 128),
+        attention_scale=192**-0.5,
+        experts=Experts(
+            *(64, 6, 1408, False),
+            shared_size=2816,
+            shared_gated=False,
+            groups=ExpertGroups("softmax"),
+            dense_layers=frozenset({0}),
+        ),
+    ),
 }
+DENSE_WIDTH = 10944  # of the layers without experts, which DeepSeek alone has
 
 
 class DeviceWeights:
@@ -78,6 +91,7 @@ class DeviceWeights:
 def config_of(name: str, layers: int | None) -> ModelConfig:
     hidden, all_layers, heads, kv_heads, dim, vocab, biased, normed = SHAPES[name]
     count = layers or all_layers
+    latent = DESCRIPTIONS[name].latent
     windows = tuple(128 if name.startswith("gpt-oss") and i % 2 == 0 else None for i in range(count))
     return ModelConfig(
         family="llama",
@@ -87,10 +101,10 @@ def config_of(name: str, layers: int | None) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
-        intermediate_size=64,  # of no layer
+        intermediate_size=DENSE_WIDTH,
         max_positions=1 << 15,
         norm_eps=1e-6,
-        rope=Rope(dim),
+        rope=Rope(dim if latent is None else latent.rotated),
         tied=False,
         qkv_bias=biased,
         o_bias=biased,
@@ -105,7 +119,7 @@ def read_bytes(c: ModelConfig, rows: int) -> float:
     """Bytes of weights that a step of so many rows reads."""
     what = c.description.experts
     assert what is not None
-    experts = 3 * c.layers * what.count * what.size * c.hidden_size
+    experts = 3 * (c.layers - len(what.dense_layers)) * what.count * what.size * c.hidden_size
     used = 1 - (1 - what.per_token / what.count) ** rows
     width = (4 + 8 / 32) / 8 if c.description.sinks else 2
     return 2 * (c.parameters - experts - c.vocab_size * c.hidden_size) + width * used * experts
@@ -151,7 +165,7 @@ def own_steps(name: str, layers: int | None, speed: float) -> list[Row]:
 
 def published(name: str, layers: int | None) -> Any:
     """The shape as transformers' config."""
-    from transformers import GptOssConfig, Qwen3MoeConfig
+    from transformers import DeepseekV2Config, GptOssConfig, Qwen3MoeConfig
 
     c = config_of(name, layers)
     what = c.description.experts
@@ -168,6 +182,12 @@ def published(name: str, layers: int | None) -> Any:
     }
     if name == "gpt-oss-20b":
         return GptOssConfig(**same, num_local_experts=what.count, intermediate_size=what.size)
+    if (latent := c.description.latent) is not None:
+        own: dict[str, Any] = {"num_key_value_heads": c.heads, "head_dim": latent.rotated, "q_lora_rank": None}
+        own |= {"kv_lora_rank": latent.size, "qk_rope_head_dim": latent.rotated, "qk_nope_head_dim": latent.key_dim}
+        own |= {"v_head_dim": latent.value_dim, "n_routed_experts": what.count, "moe_intermediate_size": what.size}
+        own |= {"n_shared_experts": what.shared_size // what.size, "intermediate_size": DENSE_WIDTH}
+        return DeepseekV2Config(**(same | own), first_k_dense_replace=len(what.dense_layers))
     return Qwen3MoeConfig(**same, num_experts=what.count, moe_intermediate_size=what.size, norm_topk_prob=True)
 
 

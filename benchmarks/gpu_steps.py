@@ -51,6 +51,7 @@ def decode_batch(rows: int, context: int, mask: Brle | None = None, how: Samplin
 def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
     """A runner with a random KV cache for these sequences."""
     c = decoder.config
+    latent = c.description.latent
     pool = TensorPool(
         layers=c.layers,
         pages=rows * (context // PAGE + 1),
@@ -60,6 +61,7 @@ def runner_for(decoder: Decoder, rows: int, context: int) -> CudaRunner:
         dtype=decoder.dtype,
         device=decoder.device,
         by_head=True,
+        value_dim=None if latent is None else latent.size,
     )
     pool.raw.normal_()
     return CudaRunner(decoder, pool, PAGE, profiler=Profiler(torch.cuda.synchronize, str(decoder.device)))

@@ -93,5 +93,5 @@ def test_steps_of_experts_are_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu-experts.json").read_text())
-    assert {row["shape"] for row in found} == {"qwen3-30b-a3b", "gpt-oss-20b"}
+    assert {row["shape"] for row in found} == {"qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"}
     assert all(row["ms"] > row["weights_ms"] > 0 for row in found)
