@@ -8,7 +8,6 @@ Needs torch and numpy only: no model files, no tokenizer, no network.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from headway.base.system.extras import explain_missing
 from headway.kernels.host.rope import Rope, frequencies
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
 from headway.models.adapters.adapter import Adapter
-from headway.models.adapters.bound import BoundAdapter, head_shape, target_shapes
+from headway.models.adapters.bound import BoundAdapter, head_shape, layer_targets, target_shapes
 from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
 from headway.models.config import ModelConfig
 from headway.models.description import PLAIN, Description, Recurrence
@@ -114,9 +113,18 @@ def random_adapter(
     head: bool = False,
 ) -> Adapter:
     """A random LoRA adapter for a model of this config, on these of its linear layers, of a given strength."""
-    generator, shapes = torch.Generator().manual_seed(seed), target_shapes(config)
+    if missing := [role for role in roles if role not in target_shapes(config)]:
+        has = ", ".join(target_shapes(config))
+        raise InvalidInput(f"{missing[0]!r} is not a linear layer of this model that adapters change; it has {has}")
+    generator = torch.Generator().manual_seed(seed)
     pairs: dict[Target, LowRank] = {}
-    places = [(Target(*at), shapes[at[1]]) for at in itertools.product(range(config.layers), roles)]
+    places = [
+        (Target(layer, role), shape)
+        for layer in range(config.layers)
+        for shapes in [layer_targets(config, layer)]
+        for role in roles
+        if (shape := shapes.get(role)) is not None
+    ]
     for target, (n, k) in [*places, *([(HEAD, head_shape(config))] if head else [])]:
         a, b = (torch.randn(*shape, generator=generator) for shape in ((rank, k), (n, rank)))
         a, b = (a / math.sqrt(k)).to(dtype), (b * strength / math.sqrt(rank)).to(dtype)

@@ -25,7 +25,7 @@ from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
 from support.checks import assert_close, logit_rows, random_tokens, reference_logits  # noqa: E402
-from support.descriptions import ALL, DENSE, EXPERTS  # noqa: E402
+from support.descriptions import ALL, DENSE, EXPERTS, LATENT  # noqa: E402
 from support.gguf_families import write_family  # noqa: E402
 from support.hf import build_hf, save_hf  # noqa: E402
 from support.hf_families import CASES as OF_TRANSFORMERS  # noqa: E402
@@ -35,8 +35,8 @@ from support.quantized_files import mxfp4, with_weights  # noqa: E402
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 N = 17  # two pages, and longer than every small window
 HIDDEN = (3, 4, 7)  # slots that a mask hides
-QUICK = (next(iter(DENSE)), next(iter(EXPERTS)))
-NAMED = [*(name for group in OF_TRANSFORMERS.values() for name in group), *LATENT_AND_CHUNKED["Llama4Text"]]
+QUICK = tuple(next(iter(group)) for group in (DENSE, EXPERTS, LATENT))
+NAMED = [name for group in (OF_TRANSFORMERS | LATENT_AND_CHUNKED).values() for name in group]
 CASES = [name if name in QUICK or DEVICE == "cuda" else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 
 
@@ -117,10 +117,7 @@ def test_adapters_are_added_where_the_layers_have_matrices(name: str, monkeypatc
     found, tokens = [], random_tokens(97, 9)
     for mode in ("triton", "off"):
         with open_engine(mode, monkeypatch, ALL[name]) as engine, engine.context() as context:
-            roles = engine.capabilities.adapters
-            adapter = random_adapter(
-                engine.config, roles=roles if engine.config.description.experts is None else roles[:4]
-            )
+            adapter = random_adapter(engine.config, roles=engine.capabilities.adapters)
             forward = context.forward().input(tokens).adapter(adapter)
             handles = [forward.probe(i, hw.Logits()) for i in range(len(tokens))]
             out = forward.execute().result()
@@ -128,6 +125,46 @@ def test_adapters_are_added_where_the_layers_have_matrices(name: str, monkeypatc
             with engine.context() as plain:
                 assert np.abs(found[-1] - logit_rows(plain, tokens)).max() > 0.01
     assert_close(*found)
+
+
+async def moved(engine: hw.Engine) -> list[np.ndarray]:
+    """Logits after slots were moved, some of them to other positions."""
+    found = []
+    async with engine.context() as context, engine.context() as other:
+        await context.fill(random_tokens(97, 20, seed=1)).flush()
+        await other.fill(random_tokens(97, 17, seed=2)).flush()
+        context.inner().keep_slots([0, 3, *range(6, 20)], 0)
+        for move in (lambda: context.inner().append_from(other, [0], 7), lambda: None):
+            with context.fork() as fork:
+                forward = fork.forward().input([1])
+                handle = forward.probe(-1, hw.Logits())
+                found.append((await forward.execute()).logits(handle))
+            move()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [next(iter(DENSE)), *LATENT])
+def test_moved_slots_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for mode in ("triton", "off"):
+        with open_engine(mode, monkeypatch, ALL[name]) as engine:
+            found.append(engine.run(moved))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_deterministic_rows_have_the_same_bits_in_any_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = random_tokens(97, 12)
+    with open_engine("triton", monkeypatch, ALL[name], deterministic=True) as engine:
+        with engine.context() as context:
+            whole = logit_rows(context, tokens)
+        engine.cache.clear()
+        with engine.context() as context:
+            rows = [logit_rows(context, tokens[:9]), *(logit_rows(context, [token]) for token in tokens[9:])]
+        np.testing.assert_array_equal(np.concatenate(rows), whole)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.kernels.host.attention import ChunkWindow
 from headway.kernels.host.rope import Rope
-from headway.models.description import Description, Experts, Temperature
+from headway.models.description import Description, ExpertGroups, Experts, LatentAttention, Temperature
 
 SMALL = {"hidden_size": 32, "intermediate_size": 36, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2}
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -92,4 +92,36 @@ EXPERTS: dict[str, dict[str, Any]] = {
         windows=(ChunkWindow(6), None),
     ),
 }
-ALL = DENSE | EXPERTS
+LATENT: dict[str, dict[str, Any]] = {
+    "latent attention, experts by groups with a correction, a dense layer, as DeepSeek V3": _config(
+        Description(
+            latent=LatentAttention(20, 8, 12, 10, query_size=24),
+            attention_scale=0.25,
+            experts=Experts(
+                *(8, 3, 20),
+                shared_size=12,
+                shared_gated=False,
+                groups=ExpertGroups("sigmoid", 4, 2, 2, True, 2.5),
+                dense_layers=frozenset({0}),
+            ),
+        ),
+        kv_heads=1,
+        head_dim=28,
+        rope=Rope(8),
+    ),
+    "latent attention without latent queries, experts by softmax, as DeepSeek V2 Lite": _config(
+        Description(
+            latent=LatentAttention(20, 8, 12, 10, paired=False),
+            attention_scale=0.25,
+            experts=Experts(
+                5, 2, 20, normalize=False, shared_size=20, shared_gated=False, groups=ExpertGroups("softmax")
+            ),
+        ),
+        heads=3,
+        kv_heads=1,
+        head_dim=28,
+        rope=Rope(8),
+        qkv_bias=True,
+    ),
+}
+ALL = DENSE | EXPERTS | LATENT

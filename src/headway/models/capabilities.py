@@ -81,9 +81,8 @@ def why_no_triton_layers(config: ModelConfig) -> str | None:
     d = config.description
     words = (
         *((word, True) for own in (d.per_layer, d.altup) if own is not None for word in own.differences()),
-        ("latent attention", d.latent is not None),
+        ("latent attention with caps or sinks", d.latent is not None and (d.attention_cap is not None or d.sinks)),
         ("recurrent layers", d.recurrence is not None),
-        ("experts that are chosen by groups", d.experts is not None and d.experts.groups is not None),
         ("norms after parallel attention", d.parallel and d.norm_place != "before"),
     )
     others = ", ".join(word for word, has in words if has)

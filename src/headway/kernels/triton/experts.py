@@ -74,6 +74,32 @@ def route(logits: Tensor, routes: Routes, *, normalize: bool, sigmoid: bool = Fa
     )  # fmt: skip
 
 
+def route_by_groups(
+    logits: Tensor,
+    routes: Routes,
+    *,
+    score: str,
+    groups: int,
+    kept: int,
+    best: int,
+    correction: Tensor | None,
+    normalize: bool,
+    scale: float,
+    each: Tensor | None = None,
+    ahead: bool = False,
+) -> None:
+    """The experts of logits [T, X] float32 and their weights, as the reference's function of this name has them; `each`
+    [X] are factors of weights."""
+    rows, experts = logits.shape
+    _route_by_groups[(rows,)](
+        logits, routes.chosen, routes.weights, correction, each, X=experts,
+        WIDE=max(16, triton.next_power_of_2(experts)), K=routes.chosen.shape[1],
+        SLOTS=max(2, triton.next_power_of_2(routes.chosen.shape[1])), GROUPS=groups,
+        GROUPS_WIDE=max(2, triton.next_power_of_2(groups)), KEPT=kept, BEST=best, SIGMOID=score == "sigmoid",
+        NORMALIZE=normalize, SCALE=scale, AHEAD=ahead, num_warps=1, **options(ahead),
+    )  # fmt: skip
+
+
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
     """How many blocks of at most so many rows there can be."""
     return min(pairs, pairs // rows + min(experts, pairs))
@@ -181,6 +207,57 @@ def _route(
         weight = weight / (tl.sum(weight, 0) if NORMALIZE else tl.sum(tl.exp(given - highest), 0))
     tl.store(chosen + row * K + slot, ids, mask=slot < K)
     tl.store(weights + row * K + slot, weight, mask=slot < K)
+
+
+@triton.jit
+def _route_by_groups(
+    logits, chosen, weights, correction, each,
+    X: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_WIDE: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    wait(AHEAD)
+    row, x, slot = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, SLOTS)
+    given = tl.load(logits + row.to(tl.int64) * X + x, mask=x < X, other=float("-inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-given))
+    else:
+        raised = tl.exp(given - tl.max(given, 0))
+        scores = raised / tl.sum(raised, 0)
+    ranked = scores
+    if correction is not None:
+        ranked += tl.load(correction + x, mask=x < X, other=0.0).to(tl.float32)
+    free = x < X
+    if KEPT < GROUPS:
+        g = tl.arange(0, GROUPS_WIDE)
+        own = (x // (X // GROUPS))[None, :] == g[:, None]
+        members = tl.where(own, ranked[None, :], float("-inf"))
+        totals = tl.zeros((GROUPS_WIDE,), tl.float32)
+        for _ in tl.static_range(BEST):
+            highest = tl.max(members, 1)
+            place = tl.min(tl.where(members == highest[:, None], x[None, :], WIDE), 1)
+            members = tl.where(x[None, :] == place[:, None], float("-inf"), members)
+            totals += highest
+        left = g < GROUPS
+        for _ in tl.static_range(KEPT):
+            highest = tl.max(tl.where(left, totals, float("-inf")), 0)
+            left = left & (g != tl.min(tl.where(left & (totals == highest), g, GROUPS - 1), 0))
+        free = free & (tl.max((own & ((g < GROUPS) & (left == 0))[:, None]).to(tl.int32), 0) > 0)
+    ids, picked = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)
+    for j in tl.static_range(K):
+        best = tl.max(tl.where(free, ranked, float("-inf")), 0)
+        place = tl.min(tl.where(free & (ranked == best), x, X - 1), 0)  # of a NaN, some expert
+        free = free & (x != place)
+        ids = tl.where(slot == j, place, ids)
+        picked = tl.where(slot == j, tl.sum(tl.where(x == place, scores, 0.0), 0), picked)
+    if NORMALIZE:
+        picked = picked / (tl.sum(picked, 0) + 1e-20)
+    picked = picked * SCALE
+    if each is not None:
+        picked = picked * tl.load(each + ids, mask=slot < K, other=0.0).to(tl.float32)
+    tl.store(chosen + row * K + slot, ids, mask=slot < K)
+    tl.store(weights + row * K + slot, picked, mask=slot < K)
 
 
 @triton.jit

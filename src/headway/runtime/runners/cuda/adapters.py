@@ -19,9 +19,8 @@ from headway.base.errors import Unsupported
 from headway.base.specs.adapters import AdapterMix, Mixes
 from headway.kernels.reference.lora import Piece
 from headway.kernels.reference.quantized import tensor
-from headway.kernels.triton.lora import PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
-from headway.models.adapters.bound import BoundAdapter, stored_pair, target_shapes
-from headway.models.adapters.low_rank import ROLES
+from headway.kernels.triton.lora import MATRICES, PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
+from headway.models.adapters.bound import BoundAdapter, layer_targets, stored_pair, target_shapes
 from headway.models.config import ModelConfig
 from headway.runtime.adapters import LoadedAdapter
 from headway.runtime.runners.adapter_rows import by_adapter
@@ -142,10 +141,16 @@ class CudaAdapters:
         self._graph_upload: dict[AdapterShape, Upload] = {}
         self._last: _LastStep | None = None
         self._sums: list[Tensor] = []  # they stay, since graphs go on using them
-        outputs = {role: shape[0] for role, shape in target_shapes(config).items()}
-        there = {stack: [role for role in roles if role in outputs] for stack, roles in STACKS.items()}
-        self.outputs = {stack: tuple(outputs[role] for role in roles) for stack, roles in there.items()}
-        self.first = {stack: ROLES.index(roles[0]) for stack, roles in there.items() if roles}
+        there = target_shapes(config)
+        self._roles = [role for roles in STACKS.values() for role in roles if role in there]  # in the table's order
+        assert len(self._roles) <= MATRICES
+        self._layers = [layer_targets(config, layer) for layer in range(config.layers)]
+
+    def pieces(self, layer: int, stack: str) -> tuple[int, tuple[int, ...]]:
+        """Of a layer's stacked matrix the first piece in the table, and the outputs of each."""
+        shapes = self._layers[layer]
+        roles = [role for role in STACKS[stack] if role in shapes]
+        return self._roles.index(roles[0]), tuple(shapes[role][0] for role in roles)
 
     @property
     def table(self) -> AdapterTable:
@@ -169,13 +174,13 @@ class CudaAdapters:
 
     def _fill(self, adapter: BoundAdapter, slot: int) -> tuple[list[Tensor], frozenset[str]]:
         layers = self._config.layers
-        pointers = torch.zeros(layers, len(ROLES), 2, dtype=torch.int64)
-        ranks = torch.zeros(layers, len(ROLES), dtype=torch.int32)
-        factors = torch.ones(layers, len(ROLES))
+        pointers = torch.zeros(layers, MATRICES, 2, dtype=torch.int64)
+        ranks = torch.zeros(layers, MATRICES, dtype=torch.int32)
+        factors = torch.ones(layers, MATRICES)
         tensors: list[Tensor] = []
         for l, pairs in enumerate(adapter.layers):
             for role, pair in pairs.items():
-                i, (a, b, factor) = ROLES.index(role), stored_pair(pair, half=self._half)
+                i, (a, b, factor) = self._roles.index(role), stored_pair(pair, half=self._half)
                 on_device = [t.to(self._device, self._dtype).contiguous() for t in rank_blocks(tensor(a), tensor(b))]
                 tensors += on_device
                 pointers[l, i] = torch.tensor([t.data_ptr() for t in on_device])

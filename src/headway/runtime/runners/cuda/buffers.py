@@ -10,7 +10,7 @@ from headway.kernels.triton.fp8.scaled_matmul import ScaledMatrix
 from headway.kernels.triton.fp8.scaled_rows import E4M3, ScaledRows, padded_inputs
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.description import Experts
+from headway.models.description import Experts, LatentAttention
 
 
 class Buffers:
@@ -24,8 +24,10 @@ class Buffers:
 
         self.rows = rows
         self.x, self.h, self.delta = (empty(c.hidden_size) for _ in range(3))
-        self.qkv = empty((c.heads + 2 * c.kv_heads) * c.head_dim)
-        self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, c.head_dim)
+        latent = c.description.latent
+        self.latent = None if latent is None else LatentBuffers(c, latent, rows, dtype, device)
+        self.qkv = empty(0 if latent is not None else (c.heads + 2 * c.kv_heads) * c.head_dim)
+        self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, latent.size if latent else c.head_dim)
         self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
         self.angles = [empty(2, rope.dim // 2, kind=torch.float32) for rope in c.rope_sets[0]]
         what = c.description.experts
@@ -50,6 +52,21 @@ class Buffers:
         return h[:rows], inner[:rows], mixed[:rows]
 
 
+class LatentBuffers:
+    """Buffers for what `rows` rows have around latent attention."""
+
+    def __init__(
+        self, c: ModelConfig, what: LatentAttention, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(rows, *shape, dtype=dtype, device=device)
+
+        self.low, self.normed = empty(what.query_size), empty(what.query_size)
+        self.queries = empty(c.heads * what.query_dim)
+        self.down = empty(what.size + what.rotated)  # the latent vector, then the key that is rotated
+        self.heads = empty(c.heads, what.value_dim)
+
+
 class ExpertBuffers:
     """Buffers for the intermediates of `rows` rows at their experts."""
 
@@ -58,7 +75,7 @@ class ExpertBuffers:
             return torch.empty(shape, dtype=kind, device=device)
 
         pairs = rows * what.per_token
-        self.logits = empty(rows, what.count)
+        self.logits = empty(rows, what.count, kind=dtype if what.groups is None else torch.float32)
         self.chosen = empty(rows, what.per_token, kind=torch.int32)
         self.weights = empty(rows, what.per_token, kind=torch.float32)
         self.order, self.blocks = empty(pairs, kind=torch.int32), empty(pairs, 3, kind=torch.int32)

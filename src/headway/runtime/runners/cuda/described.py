@@ -15,12 +15,12 @@ from headway.base.dataclass import dataclass
 from headway.kernels.triton import fused
 from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.models.described import DescribedDecoder, DescribedLayer
-from headway.models.layers import Linear
 from headway.runtime.runners.cuda.adapters import StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.cuda.experts import CudaExperts
-from headway.runtime.runners.cuda.matmuls import Matmuls, Place
+from headway.runtime.runners.cuda.matmuls import Matmuls
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
+from headway.runtime.runners.cuda.variants.latent import LatentRows
 
 Attend = Callable[[int, DeviceStep, Buffers, Mark], None]
 
@@ -83,9 +83,16 @@ class LayerRows:
 class DescribedLayers:
     """The layers of one decoder. `attend` takes qkv to what attention makes of it, in the step's buffers."""
 
-    def __init__(self, decoder: DescribedDecoder, matmuls: Matmuls, heads: list[HeadConfig], attend: Attend) -> None:
+    def __init__(
+        self,
+        decoder: DescribedDecoder,
+        matmuls: Matmuls,
+        heads: list[HeadConfig],
+        attend: Attend,
+        latent: LatentRows | None,
+    ) -> None:
         self._layers, self._what = decoder.layers, decoder.config.description
-        self._matmuls, self._heads, self._attend = matmuls, heads, attend
+        self._matmuls, self._heads, self._attend, self._latent = matmuls, heads, attend, latent
         self._norms = [LayerNorms.of(layer) for layer in decoder.layers]
         self._ahead = matmuls.ahead
         self._experts = self._what.experts and CudaExperts(self._what.experts, self._what.activation, matmuls)
@@ -101,7 +108,10 @@ class DescribedLayers:
         mark("norm")
         for l, layer in enumerate(self._layers):
             source = rows.x if self._norms[l].input is None else rows.h
-            self._project((l, "qkv"), source, layer.qkv, buffers.qkv[:many], step.adapters)
+            if self._latent is not None:
+                self._latent.project(l, source, buffers, step.adapters)
+            else:
+                self._matmuls.project((l, "qkv"), source, layer.qkv, buffers.qkv[:many], step.adapters)
             if self._heads[l].by_row and self._heads[l].q_norm is not None:
                 fused.norm_projections(buffers.qkv[:n], self._heads[l], ahead=self._ahead)
             mark("qkv")
@@ -115,7 +125,8 @@ class DescribedLayers:
         """A layer after its attention, and the norm that the next one begins with."""
         n, layer, norms, what = rows.count, self._layers[l], self._norms[l], self._what
         x, h, delta = rows.x[:n], rows.h[:n], rows.delta[:n]
-        self._project((l, "out"), rows.mixed, layer.out, rows.delta, adapters)
+        mixed = rows.mixed if self._latent is None else self._latent.from_latent(l, rows.mixed, buffers)
+        self._matmuls.project((l, "out"), mixed, layer.out, rows.delta, adapters)
         mark("output projection")
         fused.add_and_norm(
             x, h, norms.mlp,
@@ -149,17 +160,10 @@ class DescribedLayers:
             self._experts.feed_forward(layer, h, out, buffers.experts)
             return
         if not what.gated:
-            self._project((l, "gate_up"), h, layer.gate_up, inner, adapters)
+            self._matmuls.project((l, "gate_up"), h, layer.gate_up, inner, adapters)
             fused.gated(inner, inner, kind=what.activation, alone=True, ahead=self._ahead)
         else:
             gate_up = buffers.gate_up[: len(h)]
-            self._project((l, "gate_up"), h, layer.gate_up, gate_up, adapters)
+            self._matmuls.project((l, "gate_up"), h, layer.gate_up, gate_up, adapters)
             fused.gated(gate_up, inner, kind=what.activation, ahead=self._ahead)
-        self._project((l, "down"), inner, layer.down, out, adapters)
-
-    def _project(self, at: Place, x: Tensor, w: Linear, y: Tensor, adapters: StepTiles | None) -> None:
-        """A matmul of rows x; of one row alone our own is faster than cuBLAS."""
-        if len(x) == 1 and adapters is None and not self._matmuls.deterministic:
-            self._matmuls.matvec(x[0], w, y[0])
-        else:
-            self._matmuls.adapted(at, x, w, y, adapters)
+        self._matmuls.project((l, "down"), inner, layer.down, out, adapters)

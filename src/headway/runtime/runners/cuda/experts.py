@@ -12,6 +12,7 @@ from headway.kernels.triton.launch import shared_memory
 from headway.kernels.triton.matmul import MatmulTile
 from headway.models.described import DescribedLayer
 from headway.models.description import Experts
+from headway.models.experts import ExpertWeights, GroupedExperts
 from headway.models.layers import Linear
 from headway.models.quantized.fp4 import Fp4Experts
 from headway.runtime.runners.cuda.buffers import ExpertBuffers
@@ -32,10 +33,7 @@ class CudaExperts:
         """What the experts of a layer make of rows h [R, E], into `out` [R, E]."""
         weights, n, ahead = layer.experts, len(h), self.matmuls.ahead
         assert weights is not None
-        pairs, logits = n * self.what.per_token, room.logits[:n]
-        self.matmuls.linear(h, weights.router, logits)
-        routes, weighted = Routes(room.chosen[:n], room.weights[:n]), self.what.sigmoid_inputs
-        experts.route(logits, routes, normalize=self.what.normalize, sigmoid=weighted, ahead=ahead)
+        pairs, routes, weighted = n * self.what.per_token, self._route(weights, h, room), self.what.sigmoid_inputs
         tile = self._tile(pairs, h.dtype)
         by = None
         if pairs > ONE_BY_ONE * self.what.count:
@@ -48,6 +46,18 @@ class CudaExperts:
         experts.expert_matmul(inner, down, parts, routes, tile, by=by, ahead=ahead)
         shared, shared_gate = self._shared(layer, h, room)
         experts.combine(parts, routes, out, weighted=not weighted, shared=shared, shared_gate=shared_gate, ahead=ahead)
+
+    def _route(self, weights: ExpertWeights, h: Tensor, room: ExpertBuffers) -> Routes:
+        """The experts of rows h, and their weights."""
+        n, what, ahead = len(h), self.what, self.matmuls.ahead
+        logits, routes = room.logits[:n], Routes(room.chosen[:n], room.weights[:n])
+        if isinstance(weights, GroupedExperts):
+            self.matmuls.widened(h, weights.router.weight, logits)
+            experts.route_by_groups(logits, routes, **weights.routing(), ahead=ahead)
+            return routes
+        self.matmuls.linear(h, weights.router, logits)
+        experts.route(logits, routes, normalize=what.normalize, sigmoid=what.sigmoid_inputs, ahead=ahead)
+        return routes
 
     def _tile(self, pairs: int, dtype: torch.dtype) -> MatmulTile:
         """The tile of these pairs; one for all in deterministic mode."""

@@ -27,7 +27,7 @@ from headway.models.layers import DecoderLayer, Linear
 from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
 
-Place = tuple[int, str]  # a matmul: its layer, and its name there
+Place = tuple[int, str] | tuple[int, str, int]  # a matmul: its layer, its name there, and which piece of it if not all
 
 
 class Matmuls:
@@ -75,6 +75,13 @@ class Matmuls:
             lora.shrink(x, one, ahead=self.ahead)
             lora.expand(y, one, lora.splits(x.shape[1]), factor=factor, ahead=self.ahead)
 
+    def project(self, at: Place, x: Tensor, w: Linear, y: Tensor, tiles: StepTiles | None) -> None:
+        """As `adapted`; of one row alone our own matmul is faster than cuBLAS."""
+        if len(x) == 1 and tiles is None and not self.deterministic:
+            self.matvec(x[0], w, y[0])
+        else:
+            self.adapted(at, x, w, y, tiles)
+
     def adapted(self, at: Place, x: Tensor, w: Linear, y: Tensor, tiles: StepTiles | None) -> None:
         """A matmul with what the adapters of its rows add; where ours computes it, that takes one more kernel."""
         added = self._low_ranks(at, tiles)
@@ -90,12 +97,13 @@ class Matmuls:
 
     def _low_ranks(self, at: Place, tiles: StepTiles | None) -> list[LowRankTerm]:
         """What adapters add to a matmul, round by round."""
-        l, stack = at
+        l, stack, *piece = at
         if tiles is None or stack not in tiles.shape.stacks:
             return []
-        known = self.adapters
-        first, outputs = known.first[stack], known.outputs[stack]
-        return [LowRankTerm(known.table, l, first, outputs, some, tiles.sums) for some in tiles.rounds]
+        first, outputs = self.adapters.pieces(l, stack)
+        if piece:
+            first, outputs = first + piece[0], outputs[piece[0] :][:1]
+        return [LowRankTerm(self.adapters.table, l, first, outputs, some, tiles.sums) for some in tiles.rounds]
 
     def gate_up_delta(self, l: int, h: Tensor, tiles: StepTiles | None) -> Tensor | None:
         """What adapters add to gate and up, with their bias: a gated matmul multiplies them by itself."""
@@ -167,6 +175,19 @@ class Matmuls:
             torch.mm(x, self._dense(w).t(), out=y)
         else:
             torch.addmm(w.bias, x, self._dense(w).t(), out=y)
+
+    def widened(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        """Rows x [R, K] times a matrix of floats, in y [R, N] float32 without rounding."""
+        if self.deterministic:
+            exact.matmul(x, weight, y, tile=self.exact_tile(len(x)), ahead=self.ahead)
+        elif len(x) == 1:
+            matvec(x[0], weight, y[0], ahead=self.ahead)
+        elif self.in_tiles(len(x)):
+            tiled.matmul(x, weight, y, self.tile(y), ahead=self.ahead)
+        elif self.dtype == torch.float32:
+            torch.mm(x, weight.t(), out=y)
+        else:
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=y)
 
     def exact_tile(self, rows: int) -> tiled.MatmulTile | None:
         """The tile of matmuls in deterministic mode; None for the one that fits any number of rows."""

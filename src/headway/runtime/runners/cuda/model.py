@@ -21,7 +21,6 @@ from headway.base.system.log import log_event
 from headway.kernels.reference.sampling import RowSampler
 from headway.kernels.transfer import to_device
 from headway.kernels.triton import attention, fused, layout, quantized
-from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
 from headway.kernels.triton.attention_parts import attend_shared
@@ -30,6 +29,7 @@ from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.launch import can_go_ahead
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
+from headway.kernels.triton.variants import latent
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
 from headway.models.families import is_llama_like
@@ -48,6 +48,7 @@ from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
 from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
+from headway.runtime.runners.cuda.variants.latent import LatentRows
 
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
 MIXED = Splits(8, 256)  # of a few single rows in a step with longer segments
@@ -65,19 +66,22 @@ class CudaModel:
         self.device, self.dtype = decoder.device, decoder.dtype
         self.windows = tuple(dict.fromkeys(decoder.config.windows))
         self._run_at = [layout.run_field(self.windows.index(w)) for w in decoder.config.windows]
-        self._kv = [(pool.keys[l], pool.values[l]) for l in range(decoder.config.layers)]
+        self._kv = [(pool.keys[place], pool.values[place]) for place in decoder.config.kv_places]
         self._ropes, self._rope_sets = decoder.config.rope_sets
         self._inv_freq = _frequencies(decoder, self._rope_sets)
         self._softmax = [(layer.softmax.get("cap", 0.0), _wide(layer.softmax.get("sinks"))) for layer in decoder.layers]
         self._scratch: dict[Splits, list[Scratch]] = {}
         self.sampled = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens that decode rows refer to
         c = decoder.config
+        self._latent: LatentRows | None = None
         self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
+        if c.description.latent is not None:
+            self.chunk = latent.chunk_tokens(c.heads, decoder.dtype, self.device)
         self.ahead = can_go_ahead(self.device)
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
         alike = all(cap == 0.0 and sinks is None for cap, sinks in self._softmax)
-        plain = alike and not deterministic and self.windows == (None,)
+        plain = alike and not deterministic and self.windows == (None,) and c.description.latent is None
         self.shared_room = SharedRoom(c.heads, c.head_dim, self.device) if plain else None
         self.takes_prompts = plain and can_take_prompts(self.device, self.dtype, c.head_dim)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
@@ -104,7 +108,9 @@ class CudaModel:
         self._embedding_scale = torch.tensor(self.config.description.embedding_scale, dtype=self.dtype).item()
         sets = zip(decoder.layers, self._rope_sets, strict=True)
         self._heads = [head_config(layer, rotated=ropes >= 0) for layer, ropes in sets]
-        self._described = DescribedLayers(decoder, self.matmuls, self._heads, self._attention)
+        if (what := self.config.description.latent) is not None:
+            self._latent = LatentRows(decoder.layers, what, self.matmuls)
+        self._described = DescribedLayers(decoder, self.matmuls, self._heads, self._attention, self._latent)
 
     def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
@@ -253,9 +259,12 @@ class CudaModel:
         n, (keys, values), ropes = step.count, self._kv[l], self._rope_sets[l]
         q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
         cs = None if ropes < 0 else buffers.angles[ropes][:n]
-        fused.rotate_and_write(
-            buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead, unscaled
-        )
+        if self._latent is not None:
+            self._latent.rotate_and_write(l, step, buffers, keys, buffers.angles[ropes][:n])
+        else:
+            fused.rotate_and_write(
+                buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead, unscaled
+            )
         mark("rope")
         scale, (cap, sinks) = self.config.attention_scale, self._softmax[l]
         paged = PagedKV(keys, values, step.ints, step.rows, self._run_at[l], scale, cap, sinks)
@@ -269,12 +278,14 @@ class CudaModel:
     def _attend(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
         n = step.count
         if self.deterministic:
-            for start in range(0, n, AT_ONCE):
-                which = self._first(n)[start : start + AT_ONCE]
-                attention.attend_rows(
-                    q, mixed, paged, FIXED, self._scratch_for(FIXED, AT_ONCE),
-                    which=which, tile=fixed_tile(q.shape[2], q.dtype), ahead=self.ahead,
-                )  # fmt: skip
+            at_once = AT_ONCE if self._latent is None else self._latent.at_once
+            for start in range(0, n, at_once):
+                which, scratch = self._first(n)[start : start + at_once], self._scratch_for(FIXED, at_once)
+                if self._latent is not None:
+                    latent.attend_rows(q, mixed, paged, FIXED, scratch, which=which, ahead=self.ahead)
+                    continue
+                tile = fixed_tile(q.shape[2], q.dtype)
+                attention.attend_rows(q, mixed, paged, FIXED, scratch, which=which, tile=tile, ahead=self.ahead)
             return
         has_long = step.items is not None or step.prompts
         if not has_long or n <= tiled.MOST or self._beside is None:
@@ -291,7 +302,8 @@ class CudaModel:
 
     def _attend_long(self, q: Tensor, mixed: Tensor, paged: PagedKV, step: DeviceStep) -> None:
         if step.items is not None:
-            attention.attend_chunks(q, mixed, paged, step.items, self.chunk)
+            kernels = attention if self._latent is None else latent
+            kernels.attend_chunks(q, mixed, paged, step.items, self.chunk)
         for prompt in step.prompts:
             self._attend_prompt(q, mixed, paged, prompt)
 
@@ -319,6 +331,10 @@ class CudaModel:
         for which in _in_calls(step.singles):
             count = step.count if which is None else len(which)
             few = which is not None and count < MANY_SINGLES
+            if self._latent is not None:
+                splits = MIXED if few else pick_splits(count, self._latent.programs)
+                latent.attend_rows(q, mixed, paged, splits, self._scratch_for(splits, count), which=which, ahead=ahead)
+                continue
             splits = MIXED if few else pick_splits(count, self.config.kv_heads)
             attention.attend_rows(
                 q, mixed, paged, splits, self._scratch_for(splits, count),
@@ -332,7 +348,8 @@ class CudaModel:
         if fitting:
             return fitting[0]
         c, wide = self.config, 1 << max(0, rows - 1).bit_length()
-        scratch = attention.make_scratch(wide, c.heads, c.kv_heads, c.head_dim, splits, self.device)
+        dim = c.head_dim if self._latent is None else self._latent.size
+        scratch = attention.make_scratch(wide, c.heads, c.kv_heads, dim, splits, self.device)
         self._scratch.setdefault(splits, []).append(scratch)
         return scratch
 
@@ -400,21 +417,14 @@ class CudaModel:
             return
         if self.deterministic:
             fused.add_and_norm(x, h, self._final_norm, rows=self._first(len(h)) if rows is None else rows)
-            exact.matmul(h, d.output, logits, tile=self.matmuls.exact_tile(len(h)), ahead=self.ahead)
+            self.matmuls.widened(h, d.output, logits)
             return
         if len(h) == 1 and rows is None and self._described is None:
             norm = RmsNorm(d.final_norm, self.config.norm_eps)
             matvec(x[0], d.output, logits[0], norm=norm, ahead=self.ahead)
             return
         fused.add_and_norm(x, h, self._final_norm, rows=rows, ahead=self.ahead)
-        if len(h) == 1:
-            matvec(h[0], d.output, logits[0], ahead=self.ahead)
-        elif self.matmuls.in_tiles(len(h)):
-            tiled.matmul(h, d.output, logits, self.matmuls.tile(logits), ahead=self.ahead)
-        elif self.dtype == torch.float32:
-            torch.mm(h, d.output.t(), out=logits)
-        else:
-            torch.mm(h, d.output.t(), out_dtype=torch.float32, out=logits)
+        self.matmuls.widened(h, d.output, logits)
 
 
 def _frequencies(decoder: Decoder, sets: Sequence[int]) -> list[Tensor]:
