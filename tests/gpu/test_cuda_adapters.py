@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import headway as hw
+from headway.models.capabilities import Capabilities
 from headway.models.decoder import Decoder
+from headway.models.description import Description, Experts
 from headway.models.quantized.cuda import quantize_decoder
 from headway.testing import random_adapter, random_model
 from support.checks import random_tokens
@@ -137,6 +139,33 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(dtype: str) -> None:
         engine.cache.clear()
         for found, expected in zip(engine.run(together), alone, strict=True):
             assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_of_experts_are_those_of_torch_in_graphs_too(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and decode rows under different adapters of experts, shared ones and routers, beside rows without."""
+    what = Description(experts=Experts(count=8, per_token=2, size=64, shared_size=48))
+    decoder = random_model(description=what, device="cuda", dtype=dtype)
+    roles, config = Capabilities.of(decoder.config).adapters, decoder.config
+    one, two = random_adapter(config, rank=3, seed=1, roles=roles), random_adapter(config, rank=40, seed=2, roles=roles)
+    three = random_adapter(config, rank=16, seed=3, roles=("expert_up", "expert_down"))
+    mixes: list[Uses] = [[(one, 1.0)], [], [(two, 0.5), (three, -0.5)], [(three, 1.0)], [(two, 0.25), (one, 0.25)]]
+    with opened(decoder) as engine:
+        assert engine.info.runner == "triton"
+        logits = [engine.run(scored, random_tokens(V, count, count), mixes[2]) for count in (1, 9, 70)]
+        tokens = [engine.run(generated, mixes, 12) for _ in range(3)]
+        keys = engine._loop._runner._graphs.graphs  # type: ignore[attr-defined]
+        assert any(len(key) > 2 and key[0] == "step" for key in keys)
+        assert tokens[1] == tokens[2]
+    monkeypatch.setenv("HEADWAY_NATIVE", "off")
+    with opened(decoder) as engine:
+        assert engine.info.runner == "torch"
+        for found, count in zip(logits, (1, 9, 70), strict=True):
+            expected = engine.run(scored, random_tokens(V, count, count), mixes[2])
+            tolerance = 2e-4 if dtype == "float32" else 6e-2
+            assert np.abs(found - expected).max() <= tolerance * max(1.0, np.abs(expected).max())
+        if dtype == "float32":
+            assert engine.run(generated, mixes, 12) == tokens[0]
 
 
 def test_slots_come_back_and_memory_is_counted() -> None:

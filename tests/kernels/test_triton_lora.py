@@ -13,7 +13,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from headway.kernels.reference.lora import Piece, RowGroup, low_rank  # noqa: E402
-from headway.kernels.triton.lora import (  # noqa: E402
+from headway.kernels.triton.adapters.lora import (  # noqa: E402
     MATRICES,
     AdapterTable,
     AdapterTiles,

@@ -16,7 +16,10 @@ from support.hf_families import family_model
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mixtral", r"layers.0.mlp.gate_proj.*mixtral model has its experts.*train it on q, k, v, o$"),
+        (
+            "mixtral",
+            r"layers.0.mlp.gate_proj.*mixtral model has its experts.*train it on q, k, v, o, router, .*down$",
+        ),
         ("starcoder2", r"layers.0.mlp.gate_proj.*feed-forward without a gate.*train it on q, k, v, o, up, down$"),
     ],
 )

@@ -25,20 +25,19 @@ from support.lora import logits_of, save_lora, state_of, with_lora
 QUICK = ("gpt2", "gpt-neox", "falcon-new", "gptj", "phi3", "glm4", "qwen3.5", "lfm2", "mamba2", "deepseek-v2")
 # What adapters do not change, by the end of its name.
 REFUSED = (
-    *("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"),
-    *("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj", "feed_forward.router"),
     "kv_b_proj",
     *("correction_coefs", "prediction_coefs", "modality_router", "linear_left", "linear_right"),
     *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
     *("altup_projections.0", "altup_projections.1", "altup_projections.2"),
-    *("altup_unembed_projections.0", "altup_unembed_projections.1", "altup_unembed_projections.2", "router.proj"),
+    *("altup_unembed_projections.0", "altup_unembed_projections.1", "altup_unembed_projections.2"),
 )
-SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")  # the feed-forward of models without experts
+ROUTER = "feed_forward.router"  # whose module peft does not wrap, but its parameter (see `test_expert_adapters`)
 
 
 def linear_layers(model: torch.nn.Module) -> Iterator[str]:
     """The names of every linear layer."""
-    return (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D))
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D))
+    return (name for name in linear if not name.endswith(ROUTER))
 
 
 def adapted(model: Any, layers: Iterable[str]) -> PeftModel:
@@ -56,7 +55,7 @@ def test_every_linear_layer_gives_the_logits_of_peft(
     _, model = family_model(name)
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
     with hw.Engine(folder, dtype="float32", pages=16, threads=1) as engine:
-        taken, refused = split(model, engine)
+        taken, refused = split(model)
         for layer in {layer.rpartition(".")[2]: layer for layer in refused}.values():
             shown = re.escape(layer.removeprefix("model.").removeprefix("backbone."))
             with pytest.raises(hw.Unsupported, match=f"{shown}[. ,]"):
@@ -69,12 +68,10 @@ def test_every_linear_layer_gives_the_logits_of_peft(
             assert_close(all_logits(engine, tokens, adapter), expected)
 
 
-def split(model: Any, engine: hw.Engine) -> tuple[list[str], list[str]]:
+def split(model: Any) -> tuple[list[str], list[str]]:
     """The linear layers that adapters may change, and the others."""
-    what = engine.config.description
-    ends = REFUSED + (SHARED if what.experts else ())
     every = list(linear_layers(model))
-    return [layer for layer in every if not layer.endswith(ends)], [layer for layer in every if layer.endswith(ends)]
+    return [l for l in every if not l.endswith(REFUSED)], [l for l in every if l.endswith(REFUSED)]
 
 
 QUANTIZED = ("gpt2", "falcon-new", "glm4", "phi3", "qwen3.5", "lfm2", "mamba2", "deepseek-v2", "deepseek-v2-lite")
@@ -90,7 +87,7 @@ def test_beside_quantized_weights_an_adapter_is_peft_s_but_for_their_rounding(
     for native in ("require", "off"):
         monkeypatch.setenv("HEADWAY_NATIVE", native)
         with hw.Engine(folder, quantize="int8", pages=16, threads=2) as engine:
-            taken, _ = split(model, engine)
+            taken, _ = split(model)
             wrapped = adapted(model, taken)
             adapter = hw.Adapter.from_tensors(state_of(wrapped), alpha=6)
             error = kl(logits_of(model, tokens), all_logits(engine, tokens))
@@ -121,7 +118,7 @@ def test_a_gguf_adapter_is_the_peft_adapter(name: str, tmp_path: Path) -> None:
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
     file = write_family(tmp_path / "model.gguf", folder, model)
     with hw.Engine(folder, dtype="float32", pages=16, threads=1) as engine:
-        taken, _ = split(model, engine)
+        taken, _ = split(model)
     wrapped = adapted(model, taken)
     expected, given = logits_of(wrapped, tokens), tmp_path / "adapter.gguf"
     adapter = hw.Adapter.load(write_family_lora(given, state_of(wrapped), model.config, alpha=6.0))
@@ -138,7 +135,7 @@ def test_a_recurrent_model_of_a_gguf_file_takes_peft_s_adapters(name: str, tmp_p
     model = recurrent_model(name)
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
     with hw.Engine(write_recurrent(tmp_path / "model.gguf", folder, model), dtype="float32", pages=16) as engine:
-        taken, _ = split(model, engine)
+        taken, _ = split(model)
         if name == "qwen3.5":
             moved = [layer for layer in taken if ".linear_attn." in layer]
             taken = [layer for layer in taken if layer not in moved]

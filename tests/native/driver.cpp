@@ -229,13 +229,20 @@ struct Adapters {
       const void* at[2] = {kind == HW_F32 ? (void*)m.floats(a) : m.halves(a), kind == HW_F32 ? (void*)m.floats(b) : m.halves(b)};
       return hw_low_rank{rank, kind, 0.1f, at[0], at[1]};
     };
+    auto every = [&](hw_matrix w, int experts) -> const hw_low_rank* {  // w has the rows of one expert after the other
+      if (!experts || below(3) == 0) return nullptr;
+      w.n /= experts;
+      return m.make<hw_low_rank>(experts, [&] { return pair(w); });
+    };
     for (int count = below(4); count > 0; count--) {
       int l = 0;
       hw_adapter_layer* weights = m.make<hw_adapter_layer>(layers, [&] {
         const hw_layer& w = layer[l++];
         return hw_adapter_layer{pair(w.q), pair(w.k), pair(w.v), pair(w.o), pair(w.gate), pair(w.up), pair(w.down),
                                 pair(w.attention_gate), pair(w.mix_in), pair(w.mix_qkv), pair(w.mix_beta), pair(w.mix_step), pair(w.mix_gate), pair(w.mix_out),
-                                pair(w.q_down), pair(w.q_up), pair(w.kv_down)};
+                                pair(w.q_down), pair(w.q_up), pair(w.kv_down),
+                                pair(w.router), pair(w.shared_gate), pair(w.shared_up), pair(w.shared_down), pair(w.shared_router),
+                                every(w.expert_gate, w.router.n), every(w.expert_up, w.router.n), every(w.expert_down, w.router.n)};
       });
       const int first = (int)rows.size();
       for (int r = below(2); r < T; r += 1 + below(3)) rows.push_back(r);

@@ -26,6 +26,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_oracle_machine import CASES, Machine, drive
 
 import headway as hw
+from headway.models.capabilities import Capabilities
+from headway.models.description import Description, Experts
 from headway.testing import random_adapter, random_model
 from support import world as w
 from support.checks import assert_close, random_tokens
@@ -428,6 +430,29 @@ def test_a_model_in_memory_with_experts_is_sent_to_its_ranks() -> None:
             handle = forward.probe(-1, hw.Logits())
             rows.append(forward.execute().result().logits(handle))
         assert_close(rows[0], rows[1], tolerance=3e-2)
+
+
+@pytest.mark.slow
+def test_ranks_have_the_adapters_of_their_own_experts() -> None:
+    what = Description(experts=Experts(count=6, per_token=2, size=20, shared_size=24))
+    model = random_model(description=what, heads=2, kv_heads=2, layers=2)
+    adapter, rows = random_adapter(model.config, rank=3, seed=4, roles=capable(model)), []
+    with hw.Engine(model, threads=1, pages=32, tensor_parallel=2) as engine, hw.Engine(model, pages=32) as single:
+        for each in (engine, single):
+            context, tokens = each.context(), random_tokens(each.vocab_size, 12)
+            forward = context.forward().input(tokens).adapter(adapter, 0.7)
+            handles = [forward.probe(i, hw.Logits()) for i in range(12)]
+            out = forward.execute().result()
+            rows.append(np.stack([out.logits(handle) for handle in handles]))
+            plain = each.context().forward().input(tokens)
+            without = plain.probe(-1, hw.Logits())
+            assert np.abs(plain.execute().result().logits(without) - rows[-1][-1]).max() > 0.1
+    assert_close(rows[0], rows[1])
+
+
+def capable(model: Any) -> tuple[str, ...]:
+    """The linear layers of a model that adapters may change."""
+    return Capabilities.of(model.config).adapters
 
 
 @pytest.mark.slow

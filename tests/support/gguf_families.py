@@ -93,7 +93,7 @@ def write_family_lora(path: Path, state: dict[str, Tensor], config: Any, *, alph
         module = name.removeprefix("base_model.model.").partition(".lora_B.")[0]
         b = state[name].t() if c.model_type == "gpt2" and module != "lm_head" else state[name]
         ((_, rows),) = _converted({f"{module}.weight": b}, c)
-        target = table.get_name(module)
+        target = "output" if module == "lm_head" else table.get_name(module)
         assert target is not None, module
         for side, tensor in (("a", state[name.replace(".lora_B.", ".lora_A.")]), ("b", rows)):
             writer.add_tensor(f"{target}.weight.lora_{side}", tensor.detach().contiguous().numpy())

@@ -5,11 +5,12 @@ from __future__ import annotations
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.kernels.host.attention import ChunkWindow
-from headway.kernels.native.library import ADAPTER_ROLES as ADAPTED  # linear layers that adapters may change
+from headway.kernels.native.library import ADAPTER_ROLES, EXPERT_ROLES
 from headway.models.config import ModelConfig
 from headway.models.families import is_llama_like
 from headway.models.weights.shapes import layer_shapes
 
+ADAPTED = (*ADAPTER_ROLES, *EXPERT_ROLES)  # linear layers that adapters may change
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
 
 
@@ -59,7 +60,8 @@ class Capabilities:
 
     def missing(self) -> tuple[str, ...]:
         """What is refused, in words."""
-        without = [role for role in ATTENTION + FEED_FORWARD if role not in self.adapters]
+        has = {role.removeprefix("expert_") for role in self.adapters}
+        without = [role for role in ATTENTION + FEED_FORWARD if role not in has]
         words = (
             (self.native, "the native step (torch computes it on a CPU)"),
             (self.triton, "Triton kernels (torch computes it on a CUDA device)"),

@@ -69,8 +69,15 @@ class Mixing(NamedTuple):
 class RowAdapters(Protocol):
     """The adapters of a forward's rows."""
 
-    def delta(self, layer: int, stack: str, x: Tensor) -> Delta | None:
-        """What they add to a layer's matmul (qkv, out, gate_up or down) of rows x; None for nothing."""
+    def delta(self, layer: int, stack: str, x: Tensor, rows: Tensor | None = None) -> Delta | None:
+        """What they add to a layer's matmul (qkv, out, gate_up or down) of rows x; None for nothing.
+
+        x has all rows of the step, or these.
+        """
+        ...
+
+    def expert_delta(self, layer: int, stack: str, x: Tensor, rows: Tensor, experts: Tensor) -> Delta | None:
+        """The same for a matmul of each row with the matrix of its expert."""
         ...
 
 

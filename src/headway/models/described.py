@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from headway.kernels.reference.lora import Delta, plus
 from headway.kernels.reference.mlp import activate
 from headway.kernels.reference.norm import layer_norm, rms_norm
 from headway.kernels.reference.rope import rotation
-from headway.models.decoder import Decoder
+from headway.models.decoder import Decoder, DecoderInput
 from headway.models.description import Description
-from headway.models.experts import ExpertWeights
+from headway.models.experts import ExpertWeights, LayerAdapters
 from headway.models.layers import DecoderLayer, tensors_of
 
 
@@ -100,10 +101,16 @@ class DescribedLayer(DecoderLayer):
             return (self.norm(x, self.input_norm, self.input_norm_bias),)
         return (self.norm(x, self.mlp_norm, self.mlp_norm_bias),)
 
+    def run_experts(self, h: Tensor, *rows: Tensor, added: LayerAdapters | None, exact: bool) -> tuple[Tensor]:
+        """What experts make of normed rows h [R, E]; with what adapters add, which rows of the step they are."""
+        assert self.experts is not None
+        kind, own = self.description.activation, None if added is None else added.of(*rows)
+        return (self.experts(h, self.gate_up, self.down, kind, exact=exact, added=own),)
+
     def gate_times_up(self, h: Tensor, delta: Delta | None = None, *, exact: bool) -> tuple[Tensor]:
         """What `add_down` takes: with experts, their whole output."""
         if self.experts is not None:
-            return (self.experts(h, self.gate_up, self.down, self.description.activation, exact=exact),)
+            return self.run_experts(h, added=None, exact=exact)
         rows, kind = plus(self.gate_up(h), delta), self.description.activation
         if not self.description.gated:
             return (self.activate(rows, kind, exact=exact),)
@@ -156,6 +163,14 @@ class DescribedDecoder(Decoder):
     def cos_sin(self, inv_freq: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """cos and sin of a layer's angles."""
         return rotation(inv_freq, positions, scale, self.dtype)
+
+    def _feed_forward(self, l: int, x: Tensor, h: Tensor, step: DecoderInput, tile: int | None) -> Tensor:
+        layer, exact = self.layers[l], tile is not None
+        if layer.experts is None or step.adapters is None:
+            return super()._feed_forward(l, x, h, step, tile)
+        run = partial(layer.run_experts, added=LayerAdapters(step.adapters, l), exact=exact)
+        (y,) = by_rows(tile, run, h, torch.arange(len(h), device=h.device))
+        return by_rows(tile, layer.add_down, x, y)[0]
 
     def finish(self, x: Tensor, tile: int | None) -> Tensor:
         layer: Any = self.layers[0]

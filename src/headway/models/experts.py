@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
+from dataclasses import field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +11,45 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.kernels.reference.experts import grouped_linear, route, route_by_groups
 from headway.kernels.reference.linear import linear
+from headway.kernels.reference.lora import Delta, plus
 from headway.kernels.reference.mlp import activate
 from headway.kernels.reference.norm import unit_norm
 from headway.models.description import Experts
 from headway.models.layers import Linear
+
+
+class Adding(Protocol):
+    """The adapters of a step's rows: see `RowAdapters`."""
+
+    def delta(self, layer: int, stack: str, x: Tensor, rows: Tensor | None = None) -> Delta | None: ...
+
+    def expert_delta(self, layer: int, stack: str, x: Tensor, rows: Tensor, experts: Tensor) -> Delta | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAdapters:
+    """What adapters add to the matmuls of one layer, for these rows of the step."""
+
+    adapters: Adding
+    layer: int
+    rows: Tensor | None = None  # [R]
+
+    def of(self, rows: Tensor) -> LayerAdapters:
+        """The same for these rows."""
+        return replace(self, rows=rows)
+
+    def delta(self, stack: str, x: Tensor) -> Delta | None:
+        return self.adapters.delta(self.layer, stack, x, self.rows)
+
+    def expert_delta(self, stack: str, x: Tensor, places: Tensor, experts: Tensor) -> Delta | None:
+        """Of x [N, K], whose rows are at these places among the rows and go to these experts."""
+        assert self.rows is not None
+        return self.adapters.expert_delta(self.layer, stack, x, self.rows[places], experts)
+
+
+def with_added(y: Tensor, added: LayerAdapters | None, stack: str, x: Tensor) -> Tensor:
+    """What a matmul made of rows x, and what adapters add to it."""
+    return y if added is None else plus(y, added.delta(stack, x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,34 +62,60 @@ class ExpertWeights:
     shared_down: Linear | None = None
     shared_router: Linear | None = None  # [1, E]
 
-    def __call__(self, h: Tensor, gate_up: Linear, down: Linear, activation: str, *, exact: bool) -> Tensor:
+    def __call__(
+        self,
+        h: Tensor,
+        gate_up: Linear,
+        down: Linear,
+        activation: str,
+        *,
+        exact: bool,
+        added: LayerAdapters | None = None,
+    ) -> Tensor:
         """h [R, E] → the weighted sum of its experts' outputs [R, E]; gate_up [X, 2F, E], down [X, E, F].
 
         With `exact` every matmul has as many rows as h, so that a row's bits do not depend on where the others go.
         """
-        return self.mix(h, self.route(h), gate_up, down, activation, exact=exact)
+        return self.mix(h, self.route(h, added), gate_up, down, activation, exact=exact, added=added)
 
     def mix(
-        self, h: Tensor, routes: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, activation: str, *, exact: bool
+        self,
+        h: Tensor,
+        routes: tuple[Tensor, Tensor],
+        gate_up: Linear,
+        down: Linear,
+        activation: str,
+        *,
+        exact: bool,
+        added: LayerAdapters | None = None,
     ) -> Tensor:
         """The same with the experts that are chosen and their weights, both [R, k]."""
         chosen, weights = routes
         order = chosen.flatten().argsort(stable=True)  # [R × k], by expert
         counts = torch.bincount(chosen.flatten(), minlength=self.what.count).tolist()
-        tile = len(h) if exact else None
-        rows = self.inputs(h[order // self.what.per_token], weights.flatten()[order])
-        inner = self._gated(self.by_expert(rows, gate_up, counts, tile), activation, exact)
+        tile, places, experts = len(h) if exact else None, order // self.what.per_token, chosen.flatten()[order]
+
+        def matmul(x: Tensor, matrices: Linear, stack: str) -> Tensor:
+            y = self.by_expert(x, matrices, counts, tile)
+            return y if added is None else plus(y, added.expert_delta(stack, x, places, experts))
+
+        rows = self.inputs(h[places], weights.flatten()[order])
+        inner = self._gated(matmul(rows, gate_up, "expert_gate_up"), activation, exact)
         parts = torch.empty(len(order), h.shape[1], dtype=h.dtype, device=h.device)
-        parts[order] = self.by_expert(inner, down, counts, tile)
+        parts[order] = matmul(inner, down, "expert_down")
         parts = self.outputs(parts.unflatten(0, chosen.shape), weights)  # [R, k, E]
         total = parts[:, 0]
         for i in range(1, self.what.per_token):  # in one order, whatever the other rows
             total = total + parts[:, i]
-        return self._plus_shared(h, total, activation, exact)
+        return self._plus_shared(h, total, activation, exact, added)
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, h: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor, Tensor]:
         """The experts of each row and their weights."""
-        return route(self.router(h), self.what.per_token, normalize=self.what.normalize)
+        return route(self.logits(h, added), self.what.per_token, normalize=self.what.normalize)
+
+    def logits(self, h: Tensor, added: LayerAdapters | None) -> Tensor:
+        """What the router makes of rows."""
+        return with_added(self.router(h), added, "router", h)
 
     def inputs(self, rows: Tensor, weights: Tensor) -> Tensor:
         """What experts make outputs of, of rows [N, E] with weights [N]."""
@@ -82,14 +143,17 @@ class ExpertWeights:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate / (1 + self.exp(-self.what.alpha * gate)))
 
-    def _plus_shared(self, h: Tensor, total: Tensor, activation: str, exact: bool) -> Tensor:
+    def _plus_shared(
+        self, h: Tensor, total: Tensor, activation: str, exact: bool, added: LayerAdapters | None
+    ) -> Tensor:
         if self.shared_gate_up is None or self.shared_down is None:
             return total
-        gate, up = self.shared_gate_up(h).chunk(2, dim=-1)
-        shared = self.shared_down(self.activate(gate, activation, exact) * up)
+        gate, up = with_added(self.shared_gate_up(h), added, "shared_gate_up", h).chunk(2, dim=-1)
+        inner = self.activate(gate, activation, exact) * up
+        shared = with_added(self.shared_down(inner), added, "shared_down", inner)
         if self.shared_router is None:
             return total + shared
-        return total + shared / (1 + self.exp(-self.shared_router(h)))
+        return total + shared / (1 + self.exp(-with_added(self.shared_router(h), added, "shared_router", h)))
 
     @property
     def nbytes(self) -> int:
@@ -103,8 +167,11 @@ class GroupedExperts(ExpertWeights):
 
     correction: Tensor | None = None  # [X] float32
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return route_by_groups(linear(h.float(), self.router.weight.float()), self.what.per_token, **self.routing())
+    def route(self, h: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor, Tensor]:
+        return route_by_groups(self.logits(h, added), self.what.per_token, **self.routing())
+
+    def logits(self, h: Tensor, added: LayerAdapters | None) -> Tensor:
+        return with_added(linear(h.float(), self.router.weight.float()), added, "router", h)
 
     def routing(self) -> dict[str, Any]:
         """How `route_by_groups` chooses."""
@@ -128,9 +195,9 @@ class ScaledExperts(ExpertWeights):
     expert_scale: Tensor = field(kw_only=True)  # [X]
     eps: float = field(kw_only=True)
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, h: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor, Tensor]:
         scaled = self.unit(h) * self.router_scale * h.shape[-1] ** -0.5
-        chosen, weights = super().route(scaled)
+        chosen, weights = super().route(scaled, added)
         return chosen, weights * self.expert_scale[chosen]
 
     def unit(self, h: Tensor) -> Tensor:
@@ -141,8 +208,8 @@ class ScaledExperts(ExpertWeights):
 class InputWeightedExperts(ExpertWeights):
     """Experts whose inputs are weighted, each by the sigmoid of its logit."""
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.router(h)
+    def route(self, h: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor, Tensor]:
+        logits = self.logits(h, added)
         chosen, _ = route(logits, self.what.per_token, normalize=False)
         return chosen, 1 / (1 + self.exp(-logits.float().gather(1, chosen)))
 

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.kernels.reference.linear import linear
+from headway.kernels.reference.lora import plus
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.described import DescribedDecoder, DescribedLayer
-from headway.models.experts import ExpertWeights
+from headway.models.description import Description
+from headway.models.experts import ExpertWeights, LayerAdapters
 from headway.models.layers import DecoderLayer, Linear
 
 
@@ -111,23 +113,37 @@ class ExpertShard(ExpertWeights):
     first: int = 0
     link: RankLink | None = None
 
-    def __call__(self, h: Tensor, gate_up: Linear, down: Linear, activation: str, *, exact: bool) -> Tensor:
+    def __call__(
+        self,
+        h: Tensor,
+        gate_up: Linear,
+        down: Linear,
+        activation: str,
+        *,
+        exact: bool,
+        added: LayerAdapters | None = None,
+    ) -> Tensor:
         assert self.link is not None
         count = len(gate_up.weight)
-        chosen, weights = self.route(h)  # [R, k]
+        chosen, weights = self.route(h, added)  # [R, k]
         own = chosen.flatten() - self.first
         mine = ((own >= 0) & (own < count)).nonzero().flatten()
         order = mine[own[mine].argsort(stable=True)]  # by expert
         counts = torch.bincount(own[mine], minlength=count).tolist()
-        tile = len(h) if exact else None
-        inner = self._gated(self.by_expert(h[order // self.what.per_token], gate_up, counts, tile), activation, exact)
+        tile, places, experts = len(h) if exact else None, order // self.what.per_token, chosen.flatten()[order]
+
+        def matmul(x: Tensor, matrices: Linear, stack: str) -> Tensor:
+            y = self.by_expert(x, matrices, counts, tile)
+            return y if added is None else plus(y, added.expert_delta(stack, x, places, experts))
+
+        inner = self._gated(matmul(h[places], gate_up, "expert_gate_up"), activation, exact)
         parts = torch.zeros(chosen.numel(), h.shape[1], dtype=h.dtype, device=h.device)
-        parts[order] = self.by_expert(inner, down, counts, tile)
+        parts[order] = matmul(inner, down, "expert_down")
         parts = parts.unflatten(0, chosen.shape) * weights.to(h.dtype)[..., None]  # [R, k, E]
         total = parts[:, 0]
         for i in range(1, self.what.per_token):
             total = total + parts[:, i]
-        return self.link.sum(self._plus_shared(h, total, activation, exact))
+        return self.link.sum(self._plus_shared(h, total, activation, exact, added))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -158,7 +174,10 @@ class Split:
         """The config of a rank's layers. Vocabulary and experts count as in the whole model."""
         c, n = self.config, self.link.size
         inner = c.intermediate_size // n if c.intermediate_size % n == 0 else c.intermediate_size  # of experts alone
-        return replace(c, heads=c.heads // n, kv_heads=c.kv_heads // n, intermediate_size=inner)
+        own: Description = c.description
+        if own.experts is not None:
+            own = replace(own, experts=replace(own.experts, shared_size=own.experts.shared_size // n))
+        return replace(c, heads=c.heads // n, kv_heads=c.kv_heads // n, intermediate_size=inner, description=own)
 
     def decoder(self, decoder: Decoder) -> Decoder:
         """The share of a decoder that is in memory whole."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 15
+VERSION = 16
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni")
 ISA_NAMES = {
@@ -36,6 +36,8 @@ QK_NORMS = ("head", "each", "row")
 ADAPTER_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 ADAPTER_ROLES += ("attention_gate", "mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate", "mix_out")
 ADAPTER_ROLES += ("q_down", "q_up", "kv_down")
+ADAPTER_ROLES += ("router", "shared_gate", "shared_up", "shared_down", "shared_router")
+EXPERT_ROLES = ("expert_gate", "expert_up", "expert_down")
 RECURRENCES = ("none", "short conv", "gated delta", "mamba-2")
 NAME = "_headway.dylib" if sys.platform == "darwin" else "_headway.so"
 
@@ -134,7 +136,10 @@ class LowRankStruct(Structure):
 class AdapterLayerStruct(Structure):
     """hw_adapter_layer."""
 
-    _fields_ = tuple((name, LowRankStruct) for name in ADAPTER_ROLES)
+    _fields_ = (
+        *((name, LowRankStruct) for name in ADAPTER_ROLES),
+        *((name, POINTER(LowRankStruct)) for name in EXPERT_ROLES),
+    )
 
 
 class AdapterStruct(Structure):

@@ -3,6 +3,7 @@
 #pragma once
 #include "activations.h"
 #include "experts.h"
+#include "lora.h"
 #include "rows.h"
 
 namespace HW_NS {
@@ -84,17 +85,19 @@ struct ExpertsBeside {
   float* row(int r) { return f.workspace.per_layer.experts.at + r * f.E; }
 
   // What the experts make of the residual.
-  void run(int i, const hw_layer& w) {
+  void run(int i, int l) {
+    const hw_layer& w = m.layer[l];
     auto& ws = f.workspace;
     f.take_rows(i, is_quantized(w.router), [&](int r, float* h) {
       rms_norm(ws.x.at + r * f.E, w.router_scale, m.hidden, m.eps, h);
       for (int d = 0; d < m.hidden; d++) h[d] *= m.hidden_root;
     });
     const Matmul router = f.make_matmul(i, w.router, ws.h.at, f.E, ws.routes.at, f.X, false);
-    matmuls(&router, 1, T, i, f.threads);
+    const std::initializer_list<Piece> pieces = {&Roles::router};
+    f.matmuls_with_adapters(i, l, pieces, &router, f.shrink_(i, l, pieces, m.hidden, router.x.values, f.E));
     f.sync();
     f.norm_and_quantize(i, hw_norm{w.expert_in_norm, nullptr}, false);
-    f.mix_experts(i, w);
+    f.mix_experts(i, l);
     for (int r = f.from(i, T); r < f.from(i + 1, T); r++) {
       f.combine(w, ws.routings[i], r);
       rms_norm(ws.added.at + r * f.E, w.expert_out_norm, m.hidden, m.eps, row(r));

@@ -17,13 +17,14 @@ namespace HW_NS {
 
 struct Workspace {
   Buffer<float> x, h, q, k, v, mixed, gate, up_, act, added, angles, partial, low_rank;
-  Buffer<float> routes, expert_in, expert_gate, expert_up, expert_out, shared;  // of experts
+  Buffer<float> routes, expert_in, expert_gate, expert_up, expert_out, shared, expert_low_rank;  // of experts
   Buffer<float> attention_gate;
   LatentBuffers latent;
   RecurrentBuffers recurrent;
   PerLayerBuffers per_layer;
   QuantizedActivations expert_rows;
   std::vector<Routing> routings;  // one per thread
+  std::vector<ExpertPlaces> adapted;  // one per thread
   QuantizedActivations quantized[8];  // one per thread where rows are replicated, else only the first
   std::vector<Layout> layouts;
   std::vector<Sampler> samplers;  // one per thread
@@ -51,6 +52,7 @@ struct Forward {
   int most_queries = 1;  // of a work item
   size_t partial_size = 0;  // floats of one partial result
   Adapters adapters{step, nullptr, 0};
+  size_t expert_width = 0;  // of the largest rank of experts
   double* clock_at = nullptr;
   std::chrono::steady_clock::time_point last{};
 
@@ -71,16 +73,21 @@ struct Forward {
     for (int r = 0; r < T; r++) pad(workspace.mixed.at + r * Q, m.heads * m.head_dim, Q);
     make_layouts();
     for (int a = 0; a < step.adapter_count; a++)
-      for (int l = 0; l < m.layers; l++)
-        for (Piece piece : EVERY_PIECE)
-          adapters.width = std::max(adapters.width, (size_t)up(adapters.pair(a, l, piece).rank, LANES));
+      for (int l = 0; l < m.layers; l++) fit_adapter(step.adapters[a].layers[l]);
     if (step.adapter_count) adapters.out = workspace.low_rank.fit((size_t)step.adapter_uses * PIECES * adapters.width);
+    if (expert_width) workspace.expert_low_rank.fit((size_t)step.adapter_uses * m.per_token * ExpertUses::MOST * expert_width);
     if (workspace.counter_count < 2 * m.layers) {  // two per layer: work items, and chunks of shared prefixes
       workspace.next.reset(new std::atomic<int>[2 * m.layers]);
       workspace.counter_count = 2 * m.layers;
     }
     for (int l = 0; l < 2 * m.layers; l++) workspace.next[l].store(0, std::memory_order_relaxed);
     if (step.phases) last = std::chrono::steady_clock::now();
+  }
+
+  void fit_adapter(const hw_adapter_layer& own) {
+    for (Piece piece : EVERY_PIECE) adapters.width = std::max(adapters.width, (size_t)up((own.*piece).rank, LANES));
+    for (ExpertPiece piece : EXPERT_PIECES)
+      for (int e = 0; own.*piece && e < m.experts; e++) expert_width = std::max(expert_width, (size_t)up((own.*piece)[e].rank, LANES));
   }
 
   // Whether a layer has experts beside its feed-forward.
@@ -91,7 +98,7 @@ struct Forward {
     workspace.expert_in.fit(places * std::max(E, G)), workspace.expert_out.fit(places * E);
     workspace.expert_gate.fit(places * G), workspace.expert_up.fit(places * G);
     workspace.expert_rows.fit(places, std::max(m.hidden, m.expert_inner));
-    if ((int)workspace.routings.size() < threads) workspace.routings.resize(threads);
+    if ((int)workspace.routings.size() < threads) workspace.routings.resize(threads), workspace.adapted.resize(threads);
     for (int i = 0; i < threads; i++) workspace.routings[i].fit(T, m);
   }
 
@@ -269,7 +276,7 @@ struct Forward {
   // A x of the rows under adapters; the barrier after it is the caller's. False if no adapter has one of the pieces.
   bool shrink_(int i, int l, std::initializer_list<Piece> pieces, int k, const float* values, size_t stride) {
     if (!adapters.any(l, pieces)) return false;
-    shrink(adapters, l, pieces, k, values, stride, i, threads);
+    shrink(LayerUses{adapters, l, pieces}, k, values, stride, i, threads);
     return true;
   }
 
@@ -277,7 +284,7 @@ struct Forward {
   void matmuls_with_adapters(int i, int l, std::initializer_list<Piece> pieces, const Matmul* list, bool adapted) {
     if (adapted) sync();
     matmuls(list, (int)pieces.size(), T, i, threads);
-    if (adapted) expand(adapters, l, pieces, list, i, threads);
+    if (adapted) expand(LayerUses{adapters, l, pieces}, list, i, threads);
   }
 
   void norm_and_quantize(int i, const hw_norm& norm, bool wanted) {
@@ -335,8 +342,8 @@ struct Forward {
       sync();
     }
     phase(i, HW_OUT);
-    if (w.router.n && w.down.n) ExpertsBeside<Forward>{*this}.run(i, w);
-    else if (w.router.n) experts(i, w);
+    if (w.router.n && w.down.n) ExpertsBeside<Forward>{*this}.run(i, l);
+    else if (w.router.n) experts(i, l);
     if (w.down.n) feed_forward(i, l);
     if (m.streams) Streams<Forward>{*this}.correct(i, l);
     if (w.input_gate.n) TokenInputs<Forward>{*this}.part(i, l);
@@ -430,7 +437,8 @@ struct Forward {
   }
 
   // Every chosen expert of every row: the rows of an expert are one matmul, and a row's experts add up in their order.
-  void experts(int i, const hw_layer& w) {
+  void experts(int i, int l) {
+    const hw_layer& w = m.layer[l];
     Workspace& s = workspace;
     norm_and_quantize(i, w.norm_mlp, any_quantized({&w.router, &w.shared_gate, &w.shared_up, &w.shared_router}));
     phase(i, HW_NORM);
@@ -440,9 +448,12 @@ struct Forward {
       list[2] = make_matmul(i, w.shared_up, s.h.at, E, s.up_.at, F, false);
       if (w.shared_router.n) list[3] = make_matmul(i, w.shared_router, s.h.at, E, s.routes.at + X - 16, X, false);
     }
-    matmuls(list, !m.shared_inner ? 1 : w.shared_router.n ? 4 : 3, T, i, threads);
+    const std::initializer_list<Piece> alone = {&Roles::router}, shared = {&Roles::router, &Roles::shared_gate, &Roles::shared_up};
+    const std::initializer_list<Piece> gated = {&Roles::router, &Roles::shared_gate, &Roles::shared_up, &Roles::shared_router};
+    const std::initializer_list<Piece> pieces = !m.shared_inner ? alone : w.shared_router.n ? gated : shared;
+    matmuls_with_adapters(i, l, pieces, list, shrink_(i, l, pieces, m.hidden, list[0].x.values, E));
     sync();
-    mix_experts(i, w);
+    mix_experts(i, l);
     for (int r = from(i, T); r < from(i + 1, T); r++) {
       combine(w, s.routings[i], r);
       add_row(r, w.post_mlp);
@@ -451,26 +462,32 @@ struct Forward {
   }
 
   // The outputs of every row's experts and of the shared one, for router logits and rows h that are there.
-  void mix_experts(int i, const hw_layer& w) {
+  void mix_experts(int i, int l) {
+    const hw_layer& w = m.layer[l];
     Workspace& s = workspace;
     Routing& routing = s.routings[i];  // each thread has its own, which costs less than one more barrier
     route(s.routes.at, X, T, m, w.router_correction, routing);
     for (int n = 0; w.expert_scale && n < places; n++) routing.weights[n] *= w.expert_scale[routing.chosen[n]];
+    const bool adapted = expert_width != 0;
+    if (adapted) s.adapted[i].fill(step, l, m.experts, m.per_token, routing.place.data(), routing.chosen.data());
     const float* h = own_h(i);
     const bool into = any_quantized({&w.expert_gate, &w.expert_up}), out = is_quantized(w.expert_down);
     for (int n = from(i, places); n < from(i + 1, places); n++) expert_row(h + routing.row[n] * E, m.hidden, E, n, into, m.weighted_inputs ? routing.weights[routing.entry[n]] : 1.0f);
     add_parallel(i, w);
     sync();
-    by_expert(i, routing, {&w.expert_gate, &w.expert_up}, m.expert_inner, E, {s.expert_gate.at, s.expert_up.at}, G);
+    const ExpertUses first{adapters, l, {&Roles::expert_gate, &Roles::expert_up}, s.adapted[i], s.expert_low_rank.at, expert_width};
+    by_expert(i, routing, {&w.expert_gate, &w.expert_up}, m.expert_inner, E, {s.expert_gate.at, s.expert_up.at}, G, adapted ? &first : nullptr);
     sync();
     float* act = s.act.at + (replicated ? (size_t)i * T * F : 0);
     for (int n = from(i, places); n < from(i + 1, places); n++) expert_row(activate_expert(n), m.expert_inner, G, n, out);
     if (m.shared_inner) activate_rows(i, w.shared_gate, w.shared_down, m.shared_inner, act);
     sync();
-    by_expert(i, routing, {&w.expert_down}, m.hidden, G, {s.expert_out.at}, E);
+    const ExpertUses last{adapters, l, {&Roles::expert_down}, s.adapted[i], s.expert_low_rank.at, expert_width};
+    by_expert(i, routing, {&w.expert_down}, m.hidden, G, {s.expert_out.at}, E, adapted ? &last : nullptr);
     if (m.shared_inner) {
       const Matmul down = make_matmul(i, w.shared_down, s.act.at, F, s.shared.at, E, false);
-      matmuls(&down, 1, T, i, threads);
+      const std::initializer_list<Piece> pieces = {&Roles::shared_down};
+      matmuls_with_adapters(i, l, pieces, &down, shrink_(i, l, pieces, m.shared_inner, down.x.values, F));
     }
     sync();
   }
@@ -492,8 +509,12 @@ struct Forward {
     return gate;
   }
 
-  // Matmuls of each expert's rows with its matrices of `n` outputs.
-  void by_expert(int i, const Routing& routing, std::initializer_list<const hw_matrix*> all, int n, size_t stride, std::initializer_list<float*> to, size_t to_stride) {
+  // Matmuls of each expert's rows with its matrices of `n` outputs, and what adapters add to them.
+  void by_expert(int i, const Routing& routing, std::initializer_list<const hw_matrix*> all, int n, size_t stride, std::initializer_list<float*> to, size_t to_stride, const ExpertUses* uses) {
+    if (uses) {
+      shrink(*uses, (*all.begin())->k, workspace.expert_in.at, stride, i, threads);
+      sync();
+    }
     Activations x = workspace.expert_rows.rows();
     x.values = workspace.expert_in.at;
     x.stride = stride;
@@ -511,6 +532,12 @@ struct Forward {
       }
       matmuls(list, used, count, i, threads);
     }
+    if (!uses) return;
+    hw_matrix one = {};
+    one.n = n;
+    Matmul outputs[2];
+    for (size_t j = 0; j < all.size(); j++) outputs[j] = {&one, {}, {to.begin()[j], to_stride, false}};
+    expand(*uses, outputs, i, threads);
   }
 
   // The weighted sum of a row's experts, and of the shared one.
@@ -743,7 +770,7 @@ struct Forward {
     p.x.values = mixed;  // one copy for all threads
     if (adapted && wanted && !replicated) {  // the barrier above was after A x too
       matmuls(&p, 1, T, i, threads);
-      expand(adapters, l, pieces, &p, i, threads);
+      expand(LayerUses{adapters, l, pieces}, &p, i, threads);
       return;
     }
     matmuls_with_adapters(i, l, pieces, &p, adapted);

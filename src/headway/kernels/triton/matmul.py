@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.triton.adapters.lora import MATRICES, PIECES, RANKS, LowRankTerm
 from headway.kernels.triton.launch import launch_next, options, wait
-from headway.kernels.triton.lora import MATRICES, PIECES, RANKS, LowRankTerm
 
 LEAST, MOST = 33, 64  # numbers of rows for which this is faster than cuBLAS
 FEW = 16  # numbers of rows up to this one, more than one, for which gate × up is

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
 from headway.base.arrays import widen
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
+from headway.kernels.native.library import EXPERT_ROLES
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.gguf import NAMES as GGUF_MODULES
 from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
@@ -23,13 +26,14 @@ from headway.models.families import FAMILIES, by_name
 from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import has_experts, layer_shapes
 
+EXPERT = re.compile(r"\.(\d{1,6})(?=\.|$)")  # the number of an expert in the name of its module
 MAX_FACTOR = 1e38  # what float32 can hold
 LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
 
 
 @dataclass(frozen=True, eq=False)
 class BoundAdapter:
-    """The pairs of an adapter by layer and role, checked against a config."""
+    """The pairs of an adapter by layer and role, checked against a config; those of one expert by `role.expert`."""
 
     digest: str
     name: str
@@ -54,25 +58,49 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
             raise BadModelFile(
                 f"{what} has weights for {target}, and the model has {config.layers} layers; it is another model's"
             )
-        module = _head(config) if target == HEAD else _module(target, modules, config, what)
-        has = (pair.b.shape[0], pair.a.shape[1])
-        if has != module.shape:
-            raise BadModelFile(
-                f"{what} has weights of {list(has)} for {target}, and the model's matrix is {list(module.shape)}; it "
-                "is another model's"
-            )
+        module, expert = _head(config) if target == HEAD else _module(target, modules, config, what)
+        each = _each_pair(pair, module, expert, f"{what} has weights", target)
         if target == HEAD:
             continue
-        for role, rows in module.shares:
-            if role in layers[target.layer]:
-                raise BadModelFile(f"{what} has weights for {target}, and others for the model's {role} besides")
+        for (role, rows), (which, own) in product(module.shares, each):
+            key = role if which is None else f"{role}.{which}"
+            if key in layers[target.layer]:
+                raise BadModelFile(f"{what} has weights for {target}, and others for the model's {key} besides")
             _check_heads(adapter, target, role, config, what)
-            b = pair.b if rows is None else np.ascontiguousarray(pair.b[rows])
+            b = own.b if rows is None else np.ascontiguousarray(own.b[rows])
             if role in ("q", "k") and interleaved:
                 b = half_split(b, config.head_dim, config.rope.dim)
-            layers[target.layer][role] = replace(pair, b=b)
-    _check_all_there(adapter, modules, config, what)
+            layers[target.layer][key] = replace(own, b=b)
+    _check_all_there(adapter, modules, layers, what)
     return BoundAdapter(adapter.digest, adapter.name, tuple(layers), adapter.pairs.get(HEAD))
+
+
+def _each_pair(
+    pair: LowRank, module: Module, expert: int | None, what: str, target: Target
+) -> list[tuple[int | None, LowRank]]:
+    """The pairs of a target that have its matrix's shape, and the expert of each, or None."""
+    if pair.experts != (module.experts if module.stacked else 0):
+        count = f"{module.experts} experts" if module.stacked else "one matrix"
+        raise BadModelFile(
+            f"{what} of {pair.experts or 'no'} experts for {target}, and the model has {count}; it is another model's"
+        )
+    if expert is not None and expert >= module.experts:
+        raise BadModelFile(f"{what} for {target}, and the model has {module.experts} experts; it is another model's")
+    has = (pair.b.shape[-2], pair.a.shape[-1])
+    turned = module.stacked and has[::-1] == module.shape != has  # a parameter that PEFT took for its transpose
+    if has != module.shape and not turned:
+        raise BadModelFile(
+            f"{what} of {list(has)} for {target}, and the model's matrix is {list(module.shape)}; it is another model's"
+        )
+    if not module.stacked:
+        return [(expert, pair)]
+    if turned or (module.turned and has == has[::-1]):
+        pair = replace(pair, a=pair.b.swapaxes(1, 2), b=pair.a.swapaxes(1, 2))
+    return [(i, replace(pair, a=_whole(pair.a[i]), b=_whole(pair.b[i]))) for i in range(pair.experts)]
+
+
+def _whole(matrix: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(matrix)
 
 
 class _Modules:
@@ -87,16 +115,39 @@ class _Modules:
             self._layers[layer] = self._of(layer)
         return self._layers[layer]
 
+    def find(self, target: Target) -> tuple[Module, int | None] | None:
+        """The module of a target, and its expert where it is one of several."""
+        named = self.of(target.layer)
+        if (module := named.get(target.part)) is not None:
+            return module, None
+        numbers = EXPERT.findall(target.part)
+        module = named.get(EXPERT.sub(".{}", target.part)) if len(numbers) == 1 else None
+        return None if module is None else (module, int(numbers[0]))
+
     def _of(self, layer: int) -> dict[str, Module]:
         if self._adapter.in_order:
-            return {role: Module(shape, (Share(role),)) for role, shape in layer_targets(self._config, layer).items()}
+            return _by_role(self._config, layer)
         gguf = self._adapter.architecture is not None
         named = GGUF_MODULES if gguf else MODULES
         return {named.get(name, name): m for name, m in layer_modules(self._config, layer, gguf=gguf).items()}
 
 
+def _by_role(c: ModelConfig, layer: int) -> dict[str, Module]:
+    """The modules of a layer by role: those of experts together, or each by its number."""
+    modules: dict[str, Module] = {}
+    for role, shape in layer_targets(c, layer).items():
+        if role in EXPERT_ROLES:
+            assert c.description.experts is not None
+            count = c.description.experts.count
+            modules[f"{role}.{{}}"] = Module(shape, (Share(role),), count)
+            modules[role] = Module(shape, (Share(role),), count, stacked=True)
+        else:
+            modules[role] = Module(shape, (Share(role),))
+    return modules
+
+
 def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The shape [N, K] of each role's matrix; roles that no layer has are left out."""
+    """The shape [N, K] of each role's matrix, of experts that of one; roles that no layer has are left out."""
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(c.layers):
         shapes |= layer_targets(c, layer)
@@ -106,21 +157,21 @@ def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
 def layer_targets(c: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """The shape [N, K] of each role's matrix in a layer."""
     shapes = layer_shapes(c, layer)
-    return {role: (shapes[role][0], shapes[role][1]) for role in ADAPTED if role in shapes}
+    return {role: (shapes[role][-2], shapes[role][-1]) for role in ADAPTED if role in shapes}
 
 
-def _head(config: ModelConfig) -> Module:
+def _head(config: ModelConfig) -> tuple[Module, None]:
     """The output matrix."""
-    return Module(head_shape(config), (Share(HEAD.part),))
+    return Module(head_shape(config), (Share(HEAD.part),)), None
 
 
-def _module(target: Target, modules: _Modules, config: ModelConfig, what: str) -> Module:
-    """The matrix of a target, if adapters may change it."""
-    module = modules.of(target.layer).get(target.part)
-    if module is not None and all(role in ADAPTED for role, _ in module.shares):
-        return module
-    if module is not None:
-        kind = f"a matrix of {', '.join(role for role, _ in module.shares)} there"
+def _module(target: Target, modules: _Modules, config: ModelConfig, what: str) -> tuple[Module, int | None]:
+    """The matrix of a target, if adapters may change it, and its expert if it has one."""
+    found = modules.find(target)
+    if found is not None and all(role in ADAPTED for role, _ in found[0].shares):
+        return found
+    if found is not None:
+        kind = f"a matrix of {', '.join(role for role, _ in found[0].shares)} there"
     elif target.part not in ROLES:
         kind = "no linear layer of that name"
     elif target.part in ATTENTION:
@@ -188,17 +239,36 @@ def _check_architecture(adapter: Adapter, config: ModelConfig, what: str) -> Non
         raise BadModelFile(f"{what} is for the architecture {adapter.architecture!r}; the model's is {own!r}")
 
 
-def _check_all_there(adapter: Adapter, modules: _Modules, config: ModelConfig, what: str) -> None:
-    """Raise if the adapter's config targets a layer of the model for which it has no weights."""
+def _targets(adapter: Adapter, modules: _Modules, layer: int) -> Iterator[tuple[Target, Module]]:
+    """What an adapter may have in a layer.
+
+    Releases of transformers differ in what is a linear layer of a router and of experts: a config that means all of a
+    name has them in one and not in another. So experts without any weights are left out, and routers unless listed.
+    """
+    own = {EXPERT.sub(".{}", target.part) for target in adapter.pairs if target.layer == layer}
+    for part, module in sorted(modules.of(layer).items()):
+        by_expert = bool(module.experts) and not module.stacked
+        roles = {role for role, _ in module.shares}
+        if by_expert and part in own:
+            yield from ((Target(layer, part.format(expert)), module) for expert in range(module.experts))
+        elif not by_expert and (roles != {"router"} or not isinstance(adapter.rules and adapter.rules.modules, str)):
+            yield Target(layer, part), module
+
+
+def _check_all_there(adapter: Adapter, modules: _Modules, layers: Sequence[Mapping[str, LowRank]], what: str) -> None:
+    """Raise if the adapter's config targets a layer of the model for which it has no weights, by any name."""
     if (rules := adapter.rules) is None:
         return
     patterns = Patterns(what)
-    for layer in range(config.layers):
-        for part, module in sorted(modules.of(layer).items()):
-            target = Target(layer, part)
-            if target in adapter.pairs or any(role not in ADAPTED for role, _ in module.shares):
+    for layer, pairs in enumerate(layers):
+        for target, module in _targets(adapter, modules, layer):
+            if any(role not in ADAPTED for role, _ in module.shares):
                 continue
-            if rules.has(f"{rules.place}{layer}.{target.module}", patterns):
+            expert = ".0" if module.stacked else "".join(f".{number}" for number in EXPERT.findall(target.part)[:1])
+            if all(f"{role}{expert if module.experts else ''}" in pairs for role, _ in module.shares):
+                continue
+            name = f"{rules.place}{layer}.{target.module}"
+            if rules.has_parameter(name) if module.stacked else rules.has(name, patterns):
                 raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")
     if HEAD not in adapter.pairs and any(rules.has(head, patterns) for head in HEADS):
         raise BadModelFile(f"{what}: its config targets {HEAD}, and there are no weights for it")

@@ -23,6 +23,7 @@ NAMES = {
     "ffn_up": "up",
     "ffn_down": "down",
 }
+EXPERTS = "_exps"  # how names of matrices of all experts end
 NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.(?P<part>\w{1,64})|output)\.weight\.lora_(?P<side>[ab])")
 
 
@@ -52,8 +53,10 @@ def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
         what = f"{path}: {target}"
         if side.keys() != {"a", "b"}:
             raise BadModelFile(f"{what} has only lora_{next(iter(side))}; lora_a and lora_b are needed")
-        limits.check(what, side["a"], side["b"])
-        scaling = alpha / side["a"].shape[0] if alpha else 1.0  # as llama.cpp does
+        if side["b"].ndim == 1:  # of one output, which such files do not tell from a vector
+            side["b"] = side["b"][None]
+        limits.check(what, side["a"], side["b"], experts=target.part.endswith(EXPERTS))
+        scaling = alpha / side["a"].shape[-2] if alpha else 1.0  # as llama.cpp does
         pairs[target] = LowRank(side["a"], side["b"], limits.check_scaling(what, scaling))
     if not pairs:
         raise BadModelFile(f"{path} has no LoRA weights")

@@ -55,15 +55,20 @@ HEAD, HEAD_MODULE = Target(-1, "head"), "lm_head"
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What is added to a target's output: scaling × B (A x)."""
+    """What is added to a target's output: scaling × B (A x). Of all experts both have a leading dimension for them."""
 
-    a: np.ndarray  # [r, K]
-    b: np.ndarray  # [N, r]
+    a: np.ndarray  # [r, K], or [X, r, K]
+    b: np.ndarray  # [N, r], or [X, N, r]
     scaling: float
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return self.a.shape[-2]
+
+    @property
+    def experts(self) -> int:
+        """How many experts it has matrices for, 0 where it is for one matrix."""
+        return len(self.a) if self.a.ndim == 3 else 0
 
     @property
     def nbytes(self) -> int:
@@ -92,17 +97,22 @@ class Limits:
             raise BadModelFile(f"{what} has the scaling {scaling:g}; its size must be at most {MAX_SCALING:g}")
         return scaling
 
-    def check(self, what: str, a: np.ndarray, b: np.ndarray) -> None:
-        """Raise unless these are finite matrices [r, K] and [N, r] of a rank within the limit."""
+    def check(self, what: str, a: np.ndarray, b: np.ndarray, *, experts: bool = False) -> None:
+        """Raise unless these are finite matrices [r, K] and [N, r] of a rank within the limit; of all experts, with a
+        leading dimension for them."""
         for side, tensor in (("A", a), ("B", b)):
-            if tensor.ndim != 2:
-                raise BadModelFile(f"{what}: {side} has shape {list(tensor.shape)}; a matrix is needed")
+            if tensor.ndim != 2 + experts:
+                needed = "a matrix for each expert" if experts else "a matrix"
+                raise BadModelFile(f"{what}: {side} has shape {list(tensor.shape)}; {needed} is needed")
             if float_name(tensor) is None:
                 raise BadModelFile(f"{what}: {side} is stored as {tensor.dtype}; floats are needed")
-        if a.shape[0] != b.shape[1]:
-            raise BadModelFile(f"{what}: A has rank {a.shape[0]} and B has rank {b.shape[1]}; they must be equal")
-        if not 1 <= a.shape[0] <= self.rank:
-            raise BadModelFile(f"{what} has rank {a.shape[0]}; it must be in [1, {self.rank}]")
+        if experts and len(a) != len(b):
+            raise BadModelFile(f"{what}: A is for {len(a)} experts and B for {len(b)}; they must be equal")
+        rank = a.shape[-2]
+        if rank != b.shape[-1]:
+            raise BadModelFile(f"{what}: A has rank {rank} and B has rank {b.shape[-1]}; they must be equal")
+        if not 1 <= rank <= self.rank:
+            raise BadModelFile(f"{what} has rank {rank}; it must be in [1, {self.rank}]")
         for side, tensor in (("A", a), ("B", b)):
             if not np.isfinite(widen(tensor)).all():
                 raise BadModelFile(f"{what}: {side} has a value that is not a finite number; save it again")

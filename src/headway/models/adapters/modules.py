@@ -3,6 +3,8 @@
     attn.c_attn                 ──▶ q, k and v, one after the other (GPT-2)
     attention.query_key_value   ──▶ the rows of q, k and v by head (GPT-NeoX, Falcon)
     self_attn.q_proj            ──▶ q, all rows (Llama)
+    mlp.experts.{}.gate_proj    ──▶ the gate of one expert
+    mlp.experts.gate_up_proj    ──▶ gates and ups of all experts
 
 A family says once where its weights are (`Family.parts`); an adapter of such a matrix is cut as the matrix is.
 """
@@ -14,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.kernels.native.library import EXPERT_ROLES
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES, by_name
 from headway.models.families.family import Cut, Each, FirstOf, Part
 from headway.models.nested import OLDER_TEXT, TEXT
-from headway.models.weights.roles import HF_NAMES, SPLIT_QUERIES, part_of, parts_of
+from headway.models.weights.roles import HF_NAMES, HF_STACKED_EXPERTS, SPLIT_QUERIES, part_of, parts_of
 from headway.models.weights.shapes import layer_shapes
 
 HEADS = ("lm_head", "embed_out")  # what folders call the output matrix
@@ -32,17 +35,26 @@ class Share(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A linear layer of the files: its matrix [N, K] and the roles that it is, one or more."""
+    """A linear layer of the files: its matrix [N, K] and the roles that it is, one or more.
+
+    Of experts it is one of so many matrices, `{}` in its name standing for the expert; or all of them, if `stacked`.
+    """
 
     shape: tuple[int, int]
     shares: tuple[Share, ...]
+    experts: int = 0
+    stacked: bool = False
+    turned: bool = False  # PEFT takes each for its transpose
 
 
 def layer_modules(config: ModelConfig, layer: int, *, gguf: bool) -> dict[str, Module]:
-    """The matrices of a layer, by what a folder or a GGUF file calls them after the layer; without those of experts."""
+    """The matrices of a layer, by what a folder or a GGUF file calls them after the layer."""
     family = by_name(config.family)
-    fused = _modules(parts_of(family, gguf=gguf), config, layer)
-    return _modules(parts_of(family, (SPLIT_QUERIES,), gguf=gguf), config, layer) | fused if gguf else fused
+    own = _modules(parts_of(family, gguf=gguf), config, layer)
+    if gguf:
+        return _modules(parts_of(family, (SPLIT_QUERIES,), gguf=True), config, layer) | own
+    later = {role: part for role, part in HF_STACKED_EXPERTS.items() if role not in family.parts} | dict(family.modules)
+    return _modules(later, config, layer) | own
 
 
 def layer_places() -> frozenset[str]:
@@ -55,31 +67,35 @@ def layer_places() -> frozenset[str]:
 
 def _modules(parts: Mapping[str, Part], config: ModelConfig, layer: int) -> dict[str, Module]:
     found: dict[str, Module] = {}
+    family = by_name(config.family)
     for role, shape in layer_shapes(config, layer).items():
-        part = part_of(parts, role) if len(shape) == 2 else None
-        if part is None or isinstance(part, Each):
+        part = part_of(parts, role) if len(shape) == 2 or role in EXPERT_ROLES else None
+        if part is None:
             continue
-        rows, outputs = None, shape[0]
+        *experts, count, inputs = shape
+        rows, outputs = None, count
         if isinstance(part, Cut):
-            if (cut := _rows_of(part, config, shape[0])) is None:
+            if (cut := _rows_of(part, config, count)) is None:
                 continue
             rows, outputs = cut
         for name in _names(part):
             known = found.get(name)
             shares = () if known is None else known.shares
-            found[name] = Module((outputs, shape[1]), (*shares, Share(role, rows)))
+            stacked = bool(experts) and not isinstance(part, Each)
+            turned = isinstance(part, Cut) and family.turned_experts
+            every = (*shares, Share(role, rows))
+            found[name] = Module((outputs, inputs), every, *experts, stacked=stacked, turned=turned)
     return found
 
 
 def _rows_of(part: Cut, config: ModelConfig, count: int) -> tuple[np.ndarray, int] | None:
     """The rows of a matrix that a part of it is, and how many the matrix has; None if it is not rows of a matrix."""
     whole = part.shape(config)
-    if len(whole) != 2:
-        return None
-    for axis, numbered in ((0, (-1, 1)), (1, (1, -1))):  # stored as [N, K], or as [K, N]
-        taken = np.asarray(part.take(np.arange(whole[axis]).reshape(numbered), config))
-        if taken.shape == (count, 1):
-            return taken[:, 0], whole[axis]
+    for axis in (-2, -1):  # stored as [N, K], or as [K, N]
+        numbered = np.expand_dims(np.arange(whole[axis]), -3 - axis)
+        taken = np.asarray(part.take(numbered[None] if len(whole) == 3 else numbered, config))
+        if taken.shape[-2:] == (count, 1) and len(taken.shape) == len(whole):
+            return taken.reshape(-1), whole[axis]
     return None
 
 
@@ -89,6 +105,6 @@ def _names(part: Part) -> tuple[str, ...]:
             names: tuple[str, ...] = (name,)
         case FirstOf(names):
             pass
-        case Each():
-            names = ()
+        case Each(name):
+            names = (name,)
     return tuple(name.removesuffix(".weight") for name in names)

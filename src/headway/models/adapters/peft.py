@@ -29,6 +29,8 @@ from headway.models.files.weights import SafetensorsWeights
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
+OF_EXPERTS = ("gate_up_proj", "down_proj")  # parameters with the matrices of all experts, as their modules have them
+PARAMETER = re.compile(r"(?:^|\.)experts(?:\.base_layer)?$|\.base_layer$")  # a module with such parameters
 MAX_PATTERN = 4096  # characters of a pattern
 MAX_PATTERNS = 4096  # of a field; peft may write one for each module
 MAX_REPEATS = 6  # unbounded repetitions of a pattern: more could take for ever on a module's name
@@ -45,7 +47,6 @@ REFUSED: Mapping[str, str] = {
     "lora_bias": "biases (lora_bias)",
     "layer_replication": "replicated layers",
     "megatron_config": "Megatron layers",
-    "target_parameters": "parameters that are not linear layers (target_parameters)",
     "alora_invocation_tokens": "activation by tokens (aLoRA)",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -118,6 +119,14 @@ def _read(
         if match["part"] is not None:
             layer = check_layer(match["layer"], f"{where}: {name}")
             target, place = Target(layer, MODULES.get(match["part"], match["part"])), match["place"]
+            parameter = None if facts is None else facts.parameter(match["module"])
+            if parameter is not None:
+                target = Target(layer, parameter.removeprefix(f"{place}{layer}."))
+            elif PARAMETER.search(match["part"]):
+                raise Unsupported(
+                    f"{where}: the tensor {short_repr(name)} is for a parameter with all experts, and there is no "
+                    f"{CONFIG} that lists it among target_parameters and says its rank; give the config"
+                )
         side = sides.setdefault(target, {})
         if match["side"] in side:
             raise BadModelFile(f"{where}: {target} has two matrices {match['side']}; it must have one")
@@ -134,11 +143,28 @@ def _read(
         what = f"{where}: {target}"
         if side.keys() != {"A", "B"}:
             raise BadModelFile(f"{what} has only the matrix {next(iter(side))}; A and B are needed")
-        limits.check(what, side["A"], side["B"])
-        rank = side["A"].shape[0]
-        scaling = (1.0 if alpha is None else alpha / rank) if facts is None else facts.scaling(modules[target], rank)
-        pairs[target] = LowRank(side["A"], side["B"], limits.check_scaling(what, scaling))
+        a, b, key, experts = side["A"], side["B"], modules[target], False
+        if facts is not None:
+            key = facts.key(key)
+            experts = key != modules[target] and a.shape[:1] != (facts.rank(key),)
+            a, b = _by_expert(a, b, facts.rank(key), what) if experts else (a, b)
+        limits.check(what, a, b, experts=experts)
+        rank = a.shape[-2]
+        scaling = (1.0 if alpha is None else alpha / rank) if facts is None else facts.scaling(key, rank)
+        pairs[target] = LowRank(a, b, limits.check_scaling(what, scaling))
     return PeftAdapter(pairs, None if facts is None else replace(facts.rules, place=place))
+
+
+def _by_expert(a: np.ndarray, b: np.ndarray, rank: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices of all experts [X, r, K] and [X, N, r], of PEFT's A [X r, K], which goes by expert and then rank, and B
+    [N, r X], by rank and then expert."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] % rank:
+        raise BadModelFile(
+            f"{what}: A is {list(a.shape)} and B {list(b.shape)}; with rank {rank} for each expert they must be "
+            f"[experts × {rank}, inputs] and [outputs, {rank} × experts]"
+        )
+    experts = a.shape[0] // rank
+    return a.reshape(experts, rank, -1), np.ascontiguousarray(b.reshape(len(b), rank, experts).transpose(2, 0, 1))
 
 
 def _stranger(name: str, where: str) -> Exception:
@@ -204,16 +230,40 @@ class _Config:
 
     def scaling(self, module: str, rank: int) -> float:
         """The scaling of a module, whose tensors must have the rank that the config says."""
-        if not self.rules.has(module, self._matcher):
+        if not (self.rules.has(module, self._matcher) or self.rules.has_parameter(module)):
             raise BadModelFile(f"{self._where} does not target {module}, and there are tensors for it")
-        expected = self._ranks.get(self._matcher.key_of(self._ranks, module), self._rank)
+        expected = self.rank(module)
         if rank != expected:
             raise BadModelFile(f"{self._where} gives {module} rank {expected}, and its tensors have rank {rank}")
         alpha = self._alphas.get(self._matcher.key_of(self._alphas, module), self._alpha)
         return alpha / (math.sqrt(rank) if self._rslora else rank)
 
+    def rank(self, module: str) -> int:
+        """The rank that the config says for a module or a parameter."""
+        return self._ranks.get(self._matcher.key_of(self._ranks, module), self._rank)
+
+    def key(self, module: str) -> str:
+        """The name of the module, or of its parameter, by which the config knows LoRA of a module's name."""
+        weight = f"{module}.weight"
+        return self.parameter(module) or (weight if self.rules.has_parameter(weight) else module)
+
+    def parameter(self, module: str) -> str | None:
+        """The parameter that LoRA of a module's name is of, None if it is of the module itself.
+
+        PEFT puts several of one module around each other: the first is the innermost.
+        """
+        inner = module.removesuffix(".base_layer")
+        around = (len(module) - len(inner)) // len(".base_layer")
+        names = [name for name in OF_EXPERTS if self.rules.has_parameter(f"{inner}.{name}")]
+        if around >= len(names):
+            return None
+        return f"{inner}.{names[len(names) - 1 - around]}"
+
     def _rules(self, config: Mapping[str, Any]) -> TargetRules:
         modules, excluded = config.get("target_modules"), config.get("exclude_modules")
+        parameters = self._parameters(config.get("target_parameters") or ())
+        if parameters and modules is None:
+            modules = ()
         if modules is None or modules == "":
             raise BadModelFile(f"{self._where} has no target_modules; it must name modules, as a list or a pattern")
         layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
@@ -231,7 +281,21 @@ class _Config:
             excluded=self._names(excluded or (), "exclude_modules"),
             layers=frozenset(self._integer(l, "layers_to_transform", 0) for l in layers) if layers else None,
             layers_patterns=tuple(self._pattern(p, "layers_pattern") for p in listed if p),
+            parameters=parameters,
         )
+
+    def _parameters(self, value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
+            raise BadModelFile(
+                f"{self._where} has target_parameters={short_repr(value)}; a list of names of parameters is needed"
+            )
+        for name in value:
+            if name.rpartition(".")[2] not in (*OF_EXPERTS, "weight"):
+                raise Unsupported(
+                    f"{self._where} has {short_repr(name)} in target_parameters; LoRA of matrices is supported "
+                    f"({', '.join(OF_EXPERTS)}, weight), of others it is not; {MERGE}"
+                )
+        return tuple(sorted(value))
 
     def _names(self, value: Any, field: str) -> str | tuple[str, ...]:
         if isinstance(value, str):

@@ -72,10 +72,17 @@ class TargetRules:
     excluded: str | tuple[str, ...]
     layers: frozenset[int] | None
     layers_patterns: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
     place: str = "model.layers."  # what the tensors' names have before the number of a layer
+
+    def has_parameter(self, name: str) -> bool:
+        """Whether a parameter, such as `model.layers.0.mlp.experts.down_proj`, has LoRA; `weight` may be left out."""
+        return any(f".{each}".endswith(f".{key}") for key in self.parameters for each in (name, f"{name}.weight"))
 
     def has(self, module: str, patterns: Patterns) -> bool:
         """Whether a module, such as `model.layers.0.mlp.up_proj`, has LoRA."""
+        if self.has_parameter(f"{module}.weight"):
+            return True
         if patterns.names(self.excluded, module):
             return False
         if isinstance(self.modules, str):

@@ -56,7 +56,7 @@ class Family:
 
     A family whose layers are not Llama's has `describe`, which completes the config, and says where its files keep a
     weight under another name than Llama's: `parts` by role, see `headway.models.weights.shapes`. `describe_gguf` and
-    `gguf_parts` are the same for GGUF files.
+    `gguf_parts` are the same for GGUF files. Adapters may have names by `modules` too.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Family:
     interleaved_hf: bool = False  # and its folders
     cycled_gguf: bool = False  # its GGUF files have the value heads of gated delta nets in another order than folders
     latent: bool = False  # its GGUF files have latent attention: values narrower than keys, yarn of its own
+    turned_experts: bool = False  # its folders have matrices of experts as [K, N], and their module does not say so
     experts: bool = False  # files of several families may have one GGUF architecture
     model_types: tuple[str, ...] = ()  # what its config.json calls itself
     outer: Mapping[str, str] = field(default_factory=dict)  # models that it is the text model of, and its name there
@@ -92,3 +93,4 @@ class Family:
     ignored: str | None = None  # a pattern of weights in its folders that carry nothing, such as masks
     parts: Mapping[str, Part] = field(default_factory=dict)
     gguf_parts: Mapping[str, Part] = field(default_factory=dict)
+    modules: Mapping[str, Part] = field(default_factory=dict)  # names in transformers where folders have others

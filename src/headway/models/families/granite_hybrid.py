@@ -10,7 +10,7 @@ from headway.models.description import Experts
 from headway.models.families.family import Cut, Family
 from headway.models.families.gguf_experts import gguf_experts
 from headway.models.families.granite import gguf_multipliers, multipliers
-from headway.models.families.parts import stacked_experts
+from headway.models.families.parts import expert_parameters, stacked_experts
 from headway.models.families.recurrent_parts import (
     check_activation,
     gguf_mamba2,
@@ -105,4 +105,5 @@ FAMILY = Family(
         "down": "shared_mlp.output_linear.weight",
         **mamba2_parts("mamba"),
     },
+    modules={"router": "block_sparse_moe.router", **expert_parameters("block_sparse_moe.experts")},
 )

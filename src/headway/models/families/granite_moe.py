@@ -9,7 +9,7 @@ from headway.models.description import Experts
 from headway.models.families.family import Family
 from headway.models.families.gguf_experts import gguf_experts
 from headway.models.families.granite import gguf_multipliers, multipliers
-from headway.models.families.parts import stacked_experts
+from headway.models.families.parts import expert_parameters, stacked_experts
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -43,4 +43,5 @@ FAMILY = Family(
         **stacked_experts("block_sparse_moe.input_linear.weight"),
         "expert_down": "block_sparse_moe.output_linear.weight",
     },
+    modules={"router": "block_sparse_moe.router", **expert_parameters("block_sparse_moe.experts")},
 )

@@ -144,6 +144,7 @@ FAMILY = Family(
     eps=1e-5,
     interleaved_hf=True,
     interleaved_gguf=True,
+    turned_experts=True,
     describe=describe,
     describe_gguf=describe_gguf,
     parts={

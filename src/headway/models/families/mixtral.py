@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from headway.models.description import Description, Experts
 from headway.models.families.family import Each, Family
 from headway.models.families.gguf_experts import gguf_experts
+from headway.models.families.parts import expert_parameters
 from headway.models.keys import Keys
 
 if TYPE_CHECKING:
@@ -43,4 +44,5 @@ FAMILY = Family(
         "expert_up": Each("block_sparse_moe.experts.{}.w3.weight"),
         "expert_down": Each("block_sparse_moe.experts.{}.w2.weight"),
     },
+    modules={"router": "mlp.gate", **expert_parameters("mlp.experts")},
 )

@@ -52,6 +52,11 @@ def stacked_experts(name: str) -> dict[str, Part]:
     return {"expert_gate": Cut(name, shape, gate), "expert_up": Cut(name, shape, up)}
 
 
+def expert_parameters(name: str) -> dict[str, Part]:
+    """The matrices of experts where one module has all of them."""
+    return {**stacked_experts(f"{name}.gate_up_proj"), "expert_down": f"{name}.down_proj"}
+
+
 def grouped(name: str) -> dict[str, Part]:
     """q, k and v in one matrix, by key heads: the queries that share it, the key, the value."""
     parts: dict[str, Part] = {}

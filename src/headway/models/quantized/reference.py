@@ -23,7 +23,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Attention, Decoder
 from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.description import PLAIN, NormKind
-from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts, ScaledExperts
+from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedExperts, LayerAdapters, ScaledExperts
 from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.quantized.cpu import NORMS as LAYER_NORMS
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
@@ -233,8 +233,11 @@ class OrderedTemperedLayer(OrderedDescribedLayer, TemperedLayer):
 class OrderedExperts(ExpertWeights):
     """Experts whose sums all have a fixed order."""
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return ordered.route(self.router(h), self.what.per_token, normalize=self.what.normalize)
+    def route(self, h: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor, Tensor]:
+        return ordered.route(self.logits(h, added), self.what.per_token, normalize=self.what.normalize)
+
+    def logits(self, h: Tensor, added: LayerAdapters | None) -> Tensor:
+        return ExpertWeights.logits(self, h, added)
 
     def by_expert(self, rows: Tensor, matrices: Any, counts: list[int], tile: int | None) -> Tensor:
         return torch.cat([matrices.each[i](part) for i, part in enumerate(rows.split(counts)) if len(part)])
@@ -249,15 +252,15 @@ class OrderedExperts(ExpertWeights):
 class OrderedGroupedExperts(OrderedExperts, GroupedExperts):
     """Experts that are chosen by groups, whose sums all have a fixed order."""
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return ordered.route_by_groups(self.router(h), self.what.per_token, **self.routing())
+    def route(self, h: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor, Tensor]:
+        return ordered.route_by_groups(self.logits(h, added), self.what.per_token, **self.routing())
 
 
 class OrderedWeightedExperts(OrderedExperts, InputWeightedExperts):
     """Experts with weighted inputs whose sums all have a fixed order."""
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return InputWeightedExperts.route(self, h)
+    def route(self, h: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor, Tensor]:
+        return InputWeightedExperts.route(self, h, added)
 
 
 class OrderedScaledExperts(ScaledExperts, OrderedExperts):

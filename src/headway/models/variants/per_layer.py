@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
@@ -19,7 +20,7 @@ from headway.kernels.reference.norm import unit_norm
 from headway.kernels.reference.rope import rotate
 from headway.models.decoder import DecoderInput, Mixing
 from headway.models.described import DescribedDecoder, DescribedLayer, bytes_of
-from headway.models.experts import ExpertWeights
+from headway.models.experts import ExpertWeights, LayerAdapters
 from headway.models.layers import Linear
 
 
@@ -74,12 +75,12 @@ class PerLayerLayer(DescribedLayer):
     def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
         return (rotate(q, cos, sin),)
 
-    def run_experts(self, x: Tensor, *, exact: bool) -> tuple[Tensor]:
-        """What experts make of the residual x [R, E]."""
-        b = self.beside
+    def run_experts(self, h: Tensor, *rows: Tensor, added: LayerAdapters | None = None, exact: bool) -> tuple[Tensor]:
+        """What experts make of the residual h [R, E]."""
+        b, x, own = self.beside, h, None if added is None else added.of(*rows)
         assert b is not None
         h, kind = self.norm(x, b.expert_in_norm), self.description.activation
-        y = b.experts.mix(h, b.experts.route(x), b.gate_up, b.down, kind, exact=exact)
+        y = b.experts.mix(h, b.experts.route(x, own), b.gate_up, b.down, kind, exact=exact, added=own)
         return (self.norm(y, b.expert_out_norm),)
 
     def add_both(self, x: Tensor, inner: Tensor, experts: Tensor, delta: Delta | None = None) -> tuple[Tensor]:
@@ -161,7 +162,9 @@ class PerLayerDecoder(DescribedDecoder):
         layer, exact = self.layers[l], tile is not None
         if layer.beside is None:
             return super()._feed_forward(l, x, h, step, tile)
-        (experts,) = by_rows(tile, partial(layer.run_experts, exact=exact), x)
+        rows = () if step.adapters is None else (torch.arange(len(x), device=x.device),)
+        added = None if step.adapters is None else LayerAdapters(step.adapters, l)
+        (experts,) = by_rows(tile, partial(layer.run_experts, added=added, exact=exact), x, *rows)
         (inner,) = by_rows(tile, partial(layer.gate_times_up, exact=exact), h, *step.delta(l, "gate_up", h))
         return by_rows(tile, layer.add_both, x, inner, experts, *step.delta(l, "down", inner))[0]
 

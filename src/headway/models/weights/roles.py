@@ -19,7 +19,7 @@ from headway.kernels.host.rope import frequencies
 from headway.models.config import ModelConfig
 from headway.models.families import by_name
 from headway.models.families.family import Cut, Each, Family, FirstOf, Part
-from headway.models.families.parts import stacked_experts
+from headway.models.families.parts import expert_parameters
 from headway.models.files.weights import Weights
 from headway.models.rope_keys import LONG_FACTORS, SHORT_FACTORS
 from headway.models.weights.shapes import layer_shapes, model_shapes
@@ -77,7 +77,7 @@ HF_PARTS = {
     "input_out": "per_layer_projection.weight",
     "post_input_norm": "post_per_layer_input_norm.weight",
 }
-HF_STACKED_EXPERTS = {**stacked_experts("mlp.experts.gate_up_proj"), "expert_down": "mlp.experts.down_proj"}
+HF_STACKED_EXPERTS = expert_parameters("mlp.experts")
 GGUF_PARTS = {
     "positions": "position_embd.weight",
     "post_attention_norm": "post_attention_norm.weight",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.base.specs.adapters import AdapterMix
-from headway.kernels.reference.lora import Delta, OrderedLowRank, Piece, Reduce, RowGroup, low_rank
+from headway.kernels.reference.lora import Delta, Groups, OrderedLowRank, Piece, Reduce, RowGroup, low_rank
 from headway.kernels.reference.quantized import tensor
 from headway.models.adapters.bound import BoundAdapter, layer_targets, stored_pair
 from headway.models.config import ModelConfig
@@ -24,12 +24,21 @@ STACKS: Mapping[str, tuple[str, ...]] = {
     "out": ("o",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
+    "router": ("router",),
+    "shared_gate_up": ("shared_gate", "shared_up"),
+    "shared_down": ("shared_down",),
+    "shared_router": ("shared_router",),
 }
+EXPERT_STACKS: Mapping[str, tuple[str, ...]] = {
+    "expert_gate_up": ("expert_gate", "expert_up"),
+    "expert_down": ("expert_down",),
+}
+ALL_STACKS: Mapping[str, tuple[str, ...]] = {**STACKS, **EXPERT_STACKS}
 
 
 @dataclass(frozen=True, eq=False)
 class TorchAdapter:
-    """An adapter's matrices in float32 by layer and stack, and those of the output matrix."""
+    """An adapter's matrices in float32 by layer and stack, or `stack.expert`, and those of the output matrix."""
 
     layers: tuple[Mapping[str, Sequence[Piece]], ...]
     outputs: tuple[Mapping[str, int], ...]  # of each layer's stacks
@@ -41,15 +50,19 @@ class TorchAdapter:
         layers, outputs = [], []
         for l, pairs in enumerate(adapter.layers):
             shapes, stacks, sizes = layer_targets(config, l), dict[str, list[Piece]](), dict[str, int]()
-            for stack, roles in STACKS.items():
+            places = dict[str, tuple[str, int]]()  # of roles: their stack, and the outputs before them
+            for stack, roles in ALL_STACKS.items():
                 first = 0
                 for role in roles:
-                    if (pair := pairs.get(role)) is not None:
-                        a, b, factor = stored_pair(pair, half=half)
-                        a, b = (tensor(t).to(device, torch.float32) for t in (a, b))
-                        stacks.setdefault(stack, []).append(Piece(a, b, factor, first))
+                    places[role] = stack, first
                     first += shapes[role][0] if role in shapes else 0
                 sizes[stack] = first
+            for key in sorted(pairs, key=lambda key: places[key.partition(".")[0]][1]):
+                role, dot, expert = key.partition(".")
+                a, b, factor = stored_pair(pairs[key], half=half)
+                a, b = (tensor(t).to(device, torch.float32) for t in (a, b))
+                stack, first = places[role]
+                stacks.setdefault(f"{stack}{dot}{expert}", []).append(Piece(a, b, factor, first))
             layers.append(stacks)
             outputs.append(sizes)
         return cls(tuple(layers), tuple(outputs), head_on(adapter, device))
@@ -98,14 +111,37 @@ class TorchRowAdapters:
         """`reduce` sums over ranks what A makes of inputs that are split over them: those of out and down."""
         self._by_row, self._ordered, self._reduce = by_row, ordered, reduce
         self._groups: list[tuple[RowGroup, TorchAdapter]] = []
+        self._scales: list[Tensor] = []  # of each group [T]: NaN for other rows
         for adapter, rows, scales in by_adapter(mixes):
             assert isinstance(adapter.weights, TorchAdapter)
             group = RowGroup(torch.tensor(rows, device=device), torch.tensor(scales, device=device))
             self._groups.append((group, adapter.weights))
+            every = torch.full((len(mixes),), torch.nan, device=device)
+            every[group.rows] = group.scales
+            self._scales.append(every)
 
-    def delta(self, layer: int, stack: str, x: Tensor) -> Delta | None:
+    def delta(self, layer: int, stack: str, x: Tensor, rows: Tensor | None = None) -> Delta | None:
         groups = [(group, weights.layers[layer].get(stack, ())) for group, weights in self._groups]
-        groups = [(group, pieces) for group, pieces in groups if pieces]
+        if rows is not None:
+            groups = [(self._among(n, rows), pieces) for n, (_, pieces) in enumerate(groups)]
+        return self._sum(layer, stack, x, [(group, pieces) for group, pieces in groups if pieces])
+
+    def expert_delta(self, layer: int, stack: str, x: Tensor, rows: Tensor, experts: Tensor) -> Delta | None:
+        groups: list[tuple[RowGroup, Sequence[Piece]]] = []
+        for n, (_, weights) in enumerate(self._groups):
+            for expert in experts.unique().tolist():
+                if pieces := weights.layers[layer].get(f"{stack}.{expert}", ()):
+                    groups.append((self._among(n, rows, experts == expert), pieces))
+        return self._sum(layer, stack, x, groups)
+
+    def _among(self, number: int, rows: Tensor, where: Tensor | None = None) -> RowGroup:
+        """Those of some rows of the step that are in a group, by their places among them."""
+        scales = self._scales[number][rows]
+        own = ~scales.isnan() if where is None else where & ~scales.isnan()
+        return RowGroup(own.nonzero().flatten(), scales[own])
+
+    def _sum(self, layer: int, stack: str, x: Tensor, groups: Groups) -> Delta | None:
+        groups = [(group, pieces) for group, pieces in groups if len(group.rows)]
         if not groups:
             return None
         if self._ordered:

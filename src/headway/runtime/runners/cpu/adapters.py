@@ -7,7 +7,7 @@ range well: a step then reads half the bytes, and rounds less than the weights d
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -26,17 +26,31 @@ LANES = 16
 class NativeAdapter:
     """An adapter's matrices, and the structs that point at them."""
 
-    def __init__(self, adapter: BoundAdapter, *, half: bool) -> None:
+    def __init__(self, adapter: BoundAdapter, *, experts: int, half: bool) -> None:
+        """Of a model with so many experts in a layer, or none."""
         self._arrays: list[np.ndarray] = []
-        layers = [
-            AdapterLayerStruct(**{role: self._pair(pair, half) for role, pair in pairs.items()})
-            for pairs in adapter.layers
-        ]
+        self._experts: list[ctypes.Array[LowRankStruct]] = []
+        layers = [self._layer(pairs, experts, half) for pairs in adapter.layers]
         self.layers = (AdapterLayerStruct * len(layers))(*layers)
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays)
+        return sum(array.nbytes for array in self._arrays) + sum(map(ctypes.sizeof, self._experts))
+
+    def _layer(self, pairs: Mapping[str, LowRank], experts: int, half: bool) -> AdapterLayerStruct:
+        struct, own = AdapterLayerStruct(), dict[str, ctypes.Array[LowRankStruct]]()
+        for key, pair in pairs.items():
+            role, _, expert = key.partition(".")
+            if not expert:
+                setattr(struct, role, self._pair(pair, half))
+                continue
+            if role not in own:
+                own[role] = (LowRankStruct * experts)()
+            own[role][int(expert)] = self._pair(pair, half)
+        for role, array in own.items():
+            setattr(struct, role, array)
+        self._experts += own.values()
+        return struct
 
     def _pair(self, pair: LowRank, half: bool) -> LowRankStruct:
         a, b, factor = stored_pair(pair, half=half)

@@ -156,7 +156,8 @@ class NativeRunner:
         return not how.penalizes  # everything that needs no history
 
     def load_adapter(self, adapter: BoundAdapter) -> NativeAdapter:
-        return NativeAdapter(adapter, half=self.decoder.is_quantized)
+        experts = self.decoder.config.description.experts
+        return NativeAdapter(adapter, experts=0 if experts is None else experts.count, half=self.decoder.is_quantized)
 
     def edit(self, edits: Sequence[Edit]) -> None:
         self.pool.apply(edits)

@@ -17,16 +17,27 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.base.specs.adapters import AdapterMix, Mixes
+from headway.kernels.native.library import EXPERT_ROLES
 from headway.kernels.reference.lora import Piece
 from headway.kernels.reference.quantized import tensor
-from headway.kernels.triton.lora import MATRICES, PIECES, RANKS, SPLITS, TILE, AdapterTable, AdapterTiles, rank_blocks
+from headway.kernels.triton.adapters.lora import (
+    EXPERT_MATRICES,
+    MATRICES,
+    PIECES,
+    RANKS,
+    SPLITS,
+    TILE,
+    AdapterTable,
+    AdapterTiles,
+    rank_blocks,
+)
 from headway.models.adapters.bound import BoundAdapter, layer_targets, stored_pair, target_shapes
 from headway.models.config import ModelConfig
 from headway.runtime.adapters import LoadedAdapter
 from headway.runtime.runners.adapter_rows import by_adapter
 from headway.runtime.runners.cuda.arrays import Upload, even
 from headway.runtime.runners.cuda.graphs import padded
-from headway.runtime.runners.row_adapters import STACKS, head_on
+from headway.runtime.runners.row_adapters import ALL_STACKS, STACKS, head_on
 
 SLOTS = 1024  # adapters that may be loaded at once
 
@@ -34,10 +45,12 @@ SLOTS = 1024  # adapters that may be loaded at once
 class CudaAdapter:
     """An adapter's matrices on the device, and its slot in the table."""
 
-    def __init__(
-        self, tensors: list[Tensor], slot: int, rank: int, stacks: frozenset[str], head: Piece | None = None
-    ) -> None:
-        self._tensors, self.slot, self.rank, self.stacks, self.head = tensors, slot, rank, stacks, head
+    def __init__(self, tensors: list[Tensor], slot: int, adapter: BoundAdapter, head: Piece | None = None) -> None:
+        self._tensors, self.slot, self.head = tensors, slot, head
+        used = {key.partition(".")[0] for pairs in adapter.layers for key in pairs}
+        self.stacks = frozenset(stack for stack, roles in ALL_STACKS.items() if used & {*roles})
+        ranks = [("." in key, pair.rank) for pairs in adapter.layers for key, pair in pairs.items()]
+        self.rank, self.expert_rank = (max((r for own, r in ranks if own is e), default=0) for e in (False, True))
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +65,7 @@ class AdapterShape:
     tiles: int  # of a round
     uses: int  # of a round
     blocks: int  # of RANKS
+    expert_blocks: int  # of RANKS, of experts
     stacks: frozenset[str]  # matmuls that an adapter adds to
 
     @property
@@ -164,33 +178,44 @@ class CudaAdapters:
             raise Unsupported(f"{SLOTS} adapters are loaded, which is the most at once; unload some")
         slot = self._free.popleft()
         try:
-            tensors, stacks = self._fill(adapter, slot)
+            tensors = self._fill(adapter, slot)
         except BaseException:
             self._free.append(slot)
             raise
-        loaded = CudaAdapter(tensors, slot, adapter.rank, stacks, head_on(adapter, self._device))
+        loaded = CudaAdapter(tensors, slot, adapter, head_on(adapter, self._device))
         weakref.finalize(loaded, self._free.append, slot)
         return loaded
 
-    def _fill(self, adapter: BoundAdapter, slot: int) -> tuple[list[Tensor], frozenset[str]]:
-        layers = self._config.layers
+    def _fill(self, adapter: BoundAdapter, slot: int) -> list[Tensor]:
+        layers, what = self._config.layers, self._config.description.experts
         pointers = torch.zeros(layers, MATRICES, 2, dtype=torch.int64)
         ranks = torch.zeros(layers, MATRICES, dtype=torch.int32)
         factors = torch.ones(layers, MATRICES)
+        experts = torch.zeros(layers, EXPERT_MATRICES, dtype=torch.int64)
         tensors: list[Tensor] = []
         for l, pairs in enumerate(adapter.layers):
-            for role, pair in pairs.items():
-                i, (a, b, factor) = self._roles.index(role), stored_pair(pair, half=self._half)
+            by_expert: dict[str, Tensor] = {}
+            for key, pair in pairs.items():
+                (role, _, expert), (a, b, factor) = key.partition("."), stored_pair(pair, half=self._half)
                 on_device = [t.to(self._device, self._dtype).contiguous() for t in rank_blocks(tensor(a), tensor(b))]
                 tensors += on_device
-                pointers[l, i] = torch.tensor([t.data_ptr() for t in on_device])
-                ranks[l, i], factors[l, i] = pair.rank, factor
+                own = torch.tensor([t.data_ptr() for t in on_device])
+                if not expert:
+                    i = self._roles.index(role)
+                    pointers[l, i], ranks[l, i], factors[l, i] = own, pair.rank, factor
+                    continue
+                assert what is not None
+                listed = by_expert.setdefault(role, torch.zeros(what.count, 4, dtype=torch.int64))
+                bits = torch.tensor(factor, dtype=torch.float32).view(torch.int32)
+                listed[int(expert)] = torch.cat([own, torch.stack([torch.tensor(pair.rank), bits]).long()])
+            for role, listed in by_expert.items():
+                tensors.append(listed.to(self._device))
+                experts[l, EXPERT_ROLES.index(role)] = tensors[-1].data_ptr()
         table = self.table
-        table.pointers[slot], table.ranks[slot], table.factors[slot] = (
-            t.to(self._device) for t in (pointers, ranks, factors)
+        table.pointers[slot], table.ranks[slot], table.factors[slot], table.experts[slot] = (
+            t.to(self._device) for t in (pointers, ranks, factors, experts)
         )
-        used = {role for pairs in adapter.layers for role in pairs}
-        return tensors, frozenset(stack for stack, roles in STACKS.items() if used & {*roles})
+        return tensors
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -208,12 +233,12 @@ class CudaAdapters:
         return self._last.tiles
 
     def _tiles(self, mixes: Mixes, size: int | None) -> StepTiles:
-        rounds, rank, stacks = _rounds(mixes)
+        rounds, rank, expert_rank, stacks = _rounds(mixes)
         most = max(len(one.tiles) for one in rounds)
         count = 1 << (len(rounds) - 1).bit_length()
-        blocks = 1 << (-(-rank // RANKS) - 1).bit_length()
+        blocks, expert_blocks = (1 << (-(-r // RANKS) - 1).bit_length() for r in (rank, expert_rank))
         rows = even(len(mixes) if size is None else size)
-        shape = AdapterShape(count, padded(most) or most, rows, blocks, stacks)
+        shape = AdapterShape(count, padded(most) or most, rows, blocks, expert_blocks, stacks)
         upload = self._buffer(shape, graph=size is not None)
         upload.put(shape.fill(rounds))
         return StepTiles(shape, shape.views(upload.device), self._scratch(shape))
@@ -237,14 +262,15 @@ class CudaAdapters:
         return fitting[0][:needed].view(shape.uses, PIECES, SPLITS, shape.blocks * RANKS)
 
 
-def _rounds(mixes: Sequence[AdapterMix | None]) -> tuple[list[_Round], int, frozenset[str]]:
-    """The uses of a step in rounds, the largest rank, and the matmuls that any of them adds to."""
+def _rounds(mixes: Sequence[AdapterMix | None]) -> tuple[list[_Round], int, int, frozenset[str]]:
+    """The uses of a step in rounds, the largest rank, that of experts, and the matmuls that any of them adds to."""
     rounds: list[_Round] = []
     seen = [0] * len(mixes)  # adapters of each row so far, which come in the order of their hashes
-    rank, stacks = 1, frozenset[str]()
+    rank, expert_rank, stacks = 1, 1, frozenset[str]()
     for adapter, rows, scales in by_adapter(mixes):
         weights = _weights(adapter)
         rank, stacks = max(rank, weights.rank), stacks | weights.stacks
+        expert_rank = max(expert_rank, weights.expert_rank)
         parts: dict[int, list[tuple[int, float]]] = {}
         for row, scale in zip(rows, scales, strict=True):
             parts.setdefault(seen[row], []).append((row, scale))
@@ -253,7 +279,7 @@ def _rounds(mixes: Sequence[AdapterMix | None]) -> tuple[list[_Round], int, froz
             while len(rounds) <= number:
                 rounds.append(_Round())
             rounds[number].add(weights.slot, uses)
-    return rounds, rank, stacks
+    return rounds, rank, expert_rank, stacks
 
 
 def _weights(adapter: LoadedAdapter) -> CudaAdapter:

@@ -157,7 +157,7 @@ class DescribedLayers:
         if layer.experts is not None:
             assert self._experts is not None
             assert buffers.experts is not None
-            self._experts.feed_forward(layer, h, out, buffers.experts)
+            self._experts.feed_forward(l, layer, h, out, buffers.experts, adapters=adapters)
             return
         if not what.gated:
             self._matmuls.project((l, "gate_up"), h, layer.gate_up, inner, adapters)

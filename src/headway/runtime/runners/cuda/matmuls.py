@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.kernels.native.library import EXPERT_ROLES
 from headway.kernels.triton import deterministic as exact
-from headway.kernels.triton import fused, lora, quantized
+from headway.kernels.triton import fused, quantized
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton import quantized_tiles as byte_tiles
+from headway.kernels.triton.adapters import lora
+from headway.kernels.triton.adapters.expert_lora import ExpertTerm
+from headway.kernels.triton.adapters.lora import LowRankTerm
 from headway.kernels.triton.launch import can_go_ahead, shared_memory
-from headway.kernels.triton.lora import LowRankTerm
 from headway.kernels.triton.matvec import RmsNorm, matvec
 from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kernels.triton.quantized_tiles import SplitSums
@@ -26,6 +29,7 @@ from headway.models.decoder import Decoder
 from headway.models.layers import DecoderLayer, Linear
 from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
+from headway.runtime.runners.row_adapters import EXPERT_STACKS
 
 Place = tuple[int, str] | tuple[int, str, int]  # a matmul: its layer, its name there, and which piece of it if not all
 
@@ -104,6 +108,14 @@ class Matmuls:
         if piece:
             first, outputs = first + piece[0], outputs[piece[0] :][:1]
         return [LowRankTerm(self.adapters.table, l, first, outputs, some, tiles.sums) for some in tiles.rounds]
+
+    def expert_terms(self, l: int, stack: str, tiles: StepTiles | None) -> list[ExpertTerm]:
+        """What adapters add to a matmul of experts, round by round."""
+        if tiles is None or stack not in tiles.shape.stacks:
+            return []
+        roles, ranks = EXPERT_STACKS[stack], tiles.shape.expert_blocks * lora.RANKS
+        first = EXPERT_ROLES.index(roles[0])
+        return [ExpertTerm(self.adapters.table, l, first, len(roles), some, ranks) for some in tiles.rounds]
 
     def gate_up_delta(self, l: int, h: Tensor, tiles: StepTiles | None) -> Tensor | None:
         """What adapters add to gate and up, with their bias: a gated matmul multiplies them by itself."""

@@ -193,7 +193,7 @@ class ParallelCudaRunner(RankCudaRunner):
         return SplitCudaModel(decoder, pool, **how)
 
     def load_adapter(self, adapter: BoundAdapter) -> CudaAdapter:
-        return load_everywhere(self._ranks, adapter, self.load_own_adapter)
+        return load_everywhere(self._ranks, adapter, None, self.load_own_adapter)
 
     def edit(self, edits: Sequence[Edit]) -> None:
         own = send_edits(self._ranks, edits)

@@ -205,6 +205,9 @@ def _all(pages: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(len(pages)))
 
 
+WHOLE = ("router", "shared_router")  # matrices that every rank has
+
+
 # -- adapters --------------------------------------------------------------------------------------------------------
 
 
@@ -228,14 +231,22 @@ def read_adapter(message: RankMessage) -> BoundAdapter:
     return BoundAdapter(message.values["digest"], "", tuple(layers))
 
 
-def own_adapter(adapter: BoundAdapter, rank: int, size: int) -> BoundAdapter:
-    """A rank's share of an adapter: B's rows where a matmul's outputs are split, A's columns where its inputs are."""
+def own_adapter(adapter: BoundAdapter, rank: int, size: int, experts: Experts | None) -> BoundAdapter:
+    """A rank's share of an adapter: B's rows where a matmul's outputs are split, A's columns where its inputs are; the
+    pairs of its own experts and of routers whole."""
+    each = 0 if experts is None else experts.count // size
     layers = []
     for pairs in adapter.layers:
         own = {}
         for role, pair in pairs.items():
             a, b = widen(pair.a), widen(pair.b)
-            if role in ("o", "down"):
+            if role in WHOLE:
+                own[role] = pair
+                continue
+            if "." in role:  # of one expert, which a rank has whole
+                own |= {role: pair} if int(role.partition(".")[2]) // each == rank else {}
+                continue
+            if role in ("o", "down", "shared_down"):
                 count = a.shape[1] // size
                 a = np.ascontiguousarray(a[:, rank * count : (rank + 1) * count])
             else:

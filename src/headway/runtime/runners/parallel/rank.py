@@ -95,7 +95,8 @@ class RankServer:
             case "edit":
                 self.runner.edit(read_edits(message, self.rank, self.size))
             case "adapter":
-                own = own_adapter(read_adapter(message), self.rank, self.size)
+                experts = self.decoder.config.description.experts
+                own = own_adapter(read_adapter(message), self.rank, self.size, experts)
                 self._adapters[values["number"]] = LoadedAdapter(own, self.runner.load_own_adapter(own))
             case "drop":
                 for number in values["numbers"]:

@@ -26,6 +26,7 @@ from headway.kv.allocator import Edit, Export, Import
 from headway.kv.tensor_pool import TensorPool
 from headway.models.adapters.bound import BoundAdapter
 from headway.models.decoder import Decoder, DecoderInput
+from headway.models.description import Experts
 from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch
 from headway.runtime.profile import Profiler
@@ -114,7 +115,8 @@ class ParallelRunner(RankRunner):
             super().__init__(decoder, pool.own, page_size, **how)
 
     def load_adapter(self, adapter: BoundAdapter) -> TorchAdapter:
-        return load_everywhere(self._ranks, adapter, self.load_own_adapter)
+        experts = self.decoder.config.description.experts
+        return load_everywhere(self._ranks, adapter, experts, self.load_own_adapter)
 
     def edit(self, edits: Sequence[Edit]) -> None:
         own = send_edits(self._ranks, edits)
@@ -151,11 +153,13 @@ def send_edits(ranks: Ranks, edits: Sequence[Edit]) -> list[Edit]:
     return [own_heads(edit, 0, ranks.size) if isinstance(edit, Import) else edit for edit in edits]
 
 
-def load_everywhere(ranks: Ranks, adapter: BoundAdapter, load: Callable[[BoundAdapter], Weights]) -> Weights:
+def load_everywhere(
+    ranks: Ranks, adapter: BoundAdapter, experts: Experts | None, load: Callable[[BoundAdapter], Weights]
+) -> Weights:
     """Have every rank load its share of an adapter, until rank 0's is garbage."""
     number = ranks.next_number(adapter.digest)
     ranks.send(adapter_message(adapter, number))
-    own = load(own_adapter(adapter, 0, ranks.size))
+    own = load(own_adapter(adapter, 0, ranks.size, experts))
     weakref.finalize(own, ranks.dropped.append, number)
     return own
 

@@ -3,9 +3,9 @@
     tiles     [n, 3] int32: an adapter's slot, its first use and how many uses; at most TILE, 0 for an empty tile
     rows      [uses] int32, scales [uses] float32: the row of each use, and the adapter's scale there
     places    [rows] int32: the use of each row, -1 for a row without an adapter
-    pointers  [slots, layers, 7, 2] int64: where A [r, K] and B [N, r] of each matrix lie, r padded with zeros to whole
-              blocks of RANKS; ranks and factors [slots, layers, 7]: their ranks, 0 for nothing, and what to multiply
-              their product with
+    pointers  [slots, layers, MATRICES, 2] int64: where A [r, K] and B [N, r] of each matrix lie, r padded with zeros to
+              whole blocks of RANKS; ranks and factors [slots, layers, MATRICES]: their ranks, 0 for nothing, and what
+              to multiply their product with
 
 Two kernels, both for all pieces of a stacked matrix: `shrink` sums A x over parts of the inputs, `expand` adds B times
 these sums to y. In one call a row has at most one use, so that nothing is added concurrently. A row's bits depend on
@@ -29,7 +29,8 @@ TILE = 16  # uses of a tile
 RANKS = 16  # ranks of a block
 SPLITS = 16  # parts of the inputs, at most
 PIECES = 3  # of a stacked matrix, at most
-MATRICES = 7  # of a layer
+MATRICES = 16  # of a layer, at most
+EXPERT_MATRICES = 3  # of each of its experts
 BLOCK_INPUTS, BLOCK_OUTPUTS = 128, 128
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -49,9 +50,10 @@ def rank_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 class AdapterTable:
     """The adapters of an engine: where their matrices lie, by slot."""
 
-    pointers: Tensor  # [slots, L, 7, 2] int64
-    ranks: Tensor  # [slots, L, 7] int32
-    factors: Tensor  # [slots, L, 7] float32
+    pointers: Tensor  # [slots, L, MATRICES, 2] int64
+    ranks: Tensor  # [slots, L, MATRICES] int32
+    factors: Tensor  # [slots, L, MATRICES] float32
+    experts: Tensor  # [slots, L, EXPERT_MATRICES] int64: where [X, 4] int64 lie (A, B, rank, bits of factor), or 0
     dtype: torch.dtype  # of the matrices
 
     @staticmethod
@@ -60,6 +62,7 @@ class AdapterTable:
             torch.zeros(slots, layers, MATRICES, 2, dtype=torch.int64, device=device),
             torch.zeros(slots, layers, MATRICES, dtype=torch.int32, device=device),
             torch.ones(slots, layers, MATRICES, dtype=torch.float32, device=device),
+            torch.zeros(slots, layers, EXPERT_MATRICES, dtype=torch.int64, device=device),
             dtype,
         )
 
