@@ -43,6 +43,7 @@ SETS = {  # step.cpp is compiled once for each
     "hw_avx2": ("-mavx2", "-mfma", "-mf16c"),
     "hw_avx512": AVX512,
     "hw_vnni": (*AVX512, "-mavx512vnni"),
+    "hw_bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
 ARM_SETS = {
     "hw_plain": (),

@@ -118,6 +118,7 @@ def test_every_instruction_set_is_compiled_and_the_plain_one_is_linked_first(hoo
         ("-DHW_ISA=1", "-DHW_NS=hw_avx2"),
         ("-DHW_ISA=2", "-DHW_NS=hw_avx512"),
         ("-DHW_ISA=3", "-DHW_NS=hw_vnni"),
+        ("-DHW_ISA=4", "-DHW_NS=hw_bf16"),
     ]
     assert {unit.source for unit in units} == {source.name for source in sources if source.suffix == ".cpp"}
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headway as hw
 from headway import Mask
+from headway.kernels.native import library
 from headway.testing import random_model
 from support.checks import assert_close, logit_rows, random_tokens
 from support.hf import random_hf, save_hf
@@ -31,6 +33,28 @@ class RoundingCache(DynamicCache):
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         keys, values = (x.to(self.rounded).float() for x in (key_states, value_states))
         return super().update(keys, values, *args, **kwargs)
+
+
+def rounding_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, scaling: float, **more: Any) -> Any:
+    """Causal attention with queries and weights in bfloat16, weights relative to the largest of 128 slots."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).float()
+
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = rounded(query * scaling) @ key.transpose(2, 3)  # [1, H, T, S]
+    scores += torch.full(scores.shape[2:], -torch.inf).triu(1)
+    most = scores.amax(-1, keepdim=True)
+    total, mixed = torch.zeros_like(most), torch.zeros_like(query)
+    for part, own in zip(scores.split(128, -1), value.split(128, 2), strict=True):
+        largest = part.amax(-1, keepdim=True).clamp(min=-1e30)
+        weights, factor = torch.exp(part - largest), torch.exp(largest - most)
+        total = total + weights.sum(-1, keepdim=True) * factor
+        mixed = mixed + rounded(weights) @ own * factor
+    return (mixed / total).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("rounding", rounding_attention)
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +80,16 @@ def passes(engine: hw.Engine, counts: tuple[int, ...] = (1, 40, 3, 1, 100, 1)) -
 @pytest.mark.parametrize("runner", ["native", "torch"])
 @pytest.mark.parametrize("kind", HALVES)
 def test_logits_are_those_of_transformers_with_a_cache_that_rounds(
-    saved: tuple[Path, Any], kind: str, runner: str
+    saved: tuple[Path, Any], kind: str, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, model = saved
     tokens = random_tokens(V, 146)
     with torch.inference_mode():
-        found = model(torch.tensor([tokens]), past_key_values=RoundingCache(getattr(torch, kind)))
         plain = model(torch.tensor([tokens])).logits[0].numpy()
+        with monkeypatch.context() as patch:
+            if kind == "bfloat16":  # which queries and weights are rounded to as well
+                patch.setattr(model.config, "_attn_implementation", "rounding")
+            found = model(torch.tensor([tokens]), past_key_values=RoundingCache(getattr(torch, kind)))
     expected = found.logits[0].numpy()
     with opened(runner, path, kv_dtype=kind) as engine:
         assert (engine.info.kv_dtype, engine.info.kv_bytes_per_token) == (kind, 2 * engine.config.kv_values_per_token)
@@ -116,6 +143,49 @@ def test_a_row_has_the_same_bits_in_every_chunk_fork_and_window(saved: tuple[Pat
             handle = forward.probe(-1, hw.Logits())
             found.append(forward.execute().result().logits(handle))
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_masked_prompts_have_the_same_bits_on_every_instruction_set_and_torch(
+    saved: tuple[Path, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = random_tokens(V, 170)
+    bits = np.random.default_rng(0).random((40, 170)) < 0.6
+    bits[np.arange(40), 130 + np.arange(40)] = True
+    found = []
+    for isa in (*library.available_isas(), "torch"):
+        if isa != "torch":
+            monkeypatch.setenv("HEADWAY_ISA", isa)
+        runner = "torch" if isa == "torch" else "native"
+        with opened(runner, saved[0], quantize="int8", kv_dtype=kind) as engine, engine.context() as context:
+            logit_rows(context, tokens[:130])
+            forward = context.forward().input(tokens[130:]).attention_mask(Mask.from_bool(bits))
+            handles = [forward.probe(i, hw.Logits()) for i in range(40)]
+            out = forward.execute().result()
+            found.append(np.stack([out.logits(handle) for handle in handles]))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_masked_slot_that_is_not_a_number_is_not_multiplied(tmp_path: Path, kind: str) -> None:
+    _, model = random_hf("llama", 3, head_dim=16, tie_word_embeddings=False, **SIZES)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96] = torch.nan
+    path, masked = save_hf(tmp_path, model), [7, 12, 31]
+    tokens, bits = random_tokens(90, 40), np.ones((40, 40), dtype=bool)
+    bits[:, masked] = False
+    bits[masked, masked] = True
+    found = []
+    for token in (5, 96):
+        for slot in masked:
+            tokens[slot] = token
+        with opened("native", path, kv_dtype=kind) as engine, engine.context() as context:
+            forward = context.forward().input(tokens).attention_mask(Mask.from_bool(bits))
+            handles = {i: forward.probe(i, hw.Logits()) for i in range(40) if i not in masked}
+            out = forward.execute().result()
+            found.append(np.stack([out.logits(handle) for handle in handles.values()]))
+    np.testing.assert_array_equal(found[1], found[0])
 
 
 @pytest.mark.parametrize("kind", HALVES)

@@ -365,7 +365,7 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyP
 def test_an_instruction_set_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_ISA", "mmx")
     monkeypatch.setenv("HEADWAY_NATIVE", "auto")
-    with pytest.raises(hw.InvalidInput, match=r"'mmx'.*plain, avx2, avx512, vnni"):
+    with pytest.raises(hw.InvalidInput, match=r"'mmx'.*plain, avx2, avx512, vnni, bf16"):
         hw.Engine(random_model(), pages=4)
 
 

@@ -18,8 +18,8 @@ from headway.base.dataclass import dataclass
 from headway.kernels.host.attention import AttentionGroup, Window
 from headway.kernels.host.recurrent import StateGroup
 from headway.kernels.reference import kv as pages
-from headway.kernels.reference import sampling
-from headway.kernels.reference.attention import attend, attend_exact, scores
+from headway.kernels.reference import ordered, sampling
+from headway.kernels.reference.attention import attend, attend_exact, rounds_queries, scores
 from headway.kernels.reference.linear import by_rows, linear
 from headway.kernels.reference.lora import Delta
 from headway.kernels.reference.rope import rotation
@@ -154,7 +154,8 @@ class Decoder(AnyDecoder):
         layer, scale = self.layers[l], self.config.attention_scale
         keys, values = (part[self.kv_layer(l)] for part in mixing.kv)
         groups = mixing.step.groups[self.config.windows[l]]
-        mixed = self.attention(mixing.tile)(q, keys, values, groups, scale, **layer.softmax)
+        attention = ordered.attend if rounds_queries(q, keys) else self.attention(mixing.tile)
+        mixed = attention(q, keys, values, groups, scale, **layer.softmax)
         mixing.mark("attention")
         on_attention(mixing.hooks, l, q, keys, scale, **layer.softmax)
         return mixed

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.arrays import widen
+from headway.base.arrays import narrow, widen
 from headway.base.dataclass import dataclass
 
 
@@ -54,6 +54,7 @@ def row_scores(
     keys [P, page, Hkv, D]. A `cap` bounds scores softly; `sinks` [H] are scores of a slot of zeros."""
     page, heads, dim = keys.shape[1:]
     seen = group.mask[0, 0]  # [P * page]
+    query = widen(narrow(query, "bfloat16")) if keys.dtype == np.uint16 else query  # as the native step rounds it
     own = widen(keys[group.pages[0]]).reshape(-1, heads, dim)[seen]  # [seen, Hkv, D]
     raw = (query.reshape(heads, -1, dim) @ own.transpose(1, 2, 0)).reshape(len(query), -1)  # [H, seen]
     raw = raw if cap is None else np.tanh(raw / np.float32(cap)) * np.float32(cap)

@@ -54,6 +54,9 @@ HW_DECLARE(hw_avx512)
 #if defined(HW_X86) && HW_SETS & 8
 HW_DECLARE(hw_vnni)
 #endif
+#if defined(HW_X86) && HW_SETS & 16
+HW_DECLARE(hw_bf16)
+#endif
 #if defined(HW_ARM) && HW_SETS & 2
 HW_DECLARE(hw_neon)
 #endif
@@ -74,6 +77,9 @@ const Kernels* table(int level) {  // null for a set that was not compiled
 #endif
 #if defined(HW_X86) && HW_SETS & 8
     case 3: return &table_hw_vnni;
+#endif
+#if defined(HW_X86) && HW_SETS & 16
+    case 4: return &table_hw_bf16;
 #endif
 #if defined(HW_ARM) && HW_SETS & 2
     case 1: return &table_hw_neon;

@@ -19,12 +19,13 @@ from headway.base.errors import InvalidInput, Unsupported
 
 VERSION = 16
 ARM = platform.machine().lower() in ("aarch64", "arm64")
-ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni")
+ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni", "bf16")
 ISA_NAMES = {
     "plain": "plain C++",
     "avx2": "AVX2",
     "avx512": "AVX-512",
     "vnni": "AVX-512 VNNI",
+    "bf16": "AVX-512 BF16",
     "neon": "NEON with dotprod",
     "i8mm": "NEON with i8mm",
 }

@@ -1,5 +1,5 @@
-// The best instruction set of this machine, as a level of simd.h: 0 plain; 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI; on ARM 1 NEON
-// with dotprod, 2 and i8mm. The build asks too, to compile what this machine runs.
+// The best instruction set of this machine, as a level of simd.h: 0 plain; 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI, 4 and BF16; on
+// ARM 1 NEON with dotprod, 2 and i8mm. The build asks too, to compile what this machine runs.
 #pragma once
 #ifdef HW_X86
 #include <cpuid.h>
@@ -16,6 +16,10 @@ namespace hw {
 inline bool has_f16c() {  // clang's __builtin_cpu_supports does not know it
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+inline bool has_bf16() {  // nor this, some of them
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
 }
 #endif
 
@@ -41,7 +45,7 @@ inline int machine_isa() {
 #ifdef HW_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
+    return !__builtin_cpu_supports("avx512vnni") ? 2 : has_bf16() ? 4 : 3;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) return 1;
 #elif defined(HW_ARM)
   if (has_dotprod()) return has_i8mm() ? 2 : 1;

@@ -272,7 +272,7 @@ inline void matmul_blocks(const hw_matrix& w, int block, const Activations& x, i
 #define HW_TILES(TILE, M) for (; count >= M; row += M, count -= M) TILE<M, B>(w, block, x, row, target);
   if (is_quantized(w)) {
     if constexpr (B == 1) HW_TILES(matmul_quantized_tile, 8)
-    else if constexpr (HW_ISA == 3)  // 24 sums fit into registers; eight and nine rows are faster as two tiles of four
+    else if constexpr (HW_ISA >= 3)  // 24 sums fit into registers; eight and nine rows are faster as two tiles of four
       for (; count >= 6 && count != 8 && count != 9; row += 6, count -= 6) matmul_quantized_tile<6, B>(w, block, x, row, target);
     HW_TILES(matmul_quantized_tile, 4)
     HW_TILES(matmul_quantized_tile, 2)

@@ -1,6 +1,6 @@
 // Sixteen SIMD lanes on every machine: one set of names over AVX-512 (with or without VNNI), AVX2, NEON and plain C++.
 //
-// The file that includes this is compiled once for each instruction set; HW_ISA says which (3: AVX-512 VNNI, 2: AVX-512,
+// The file that includes this is compiled once for each instruction set; HW_ISA says which (4: AVX-512 BF16, 3: AVX-512 VNNI, 2: AVX-512,
 // 1: AVX2 with FMA and F16C, 0: plain, or with HW_NEON 1: NEON with dotprod, 2: and with i8mm). All multiplications and sums are explicit, so that every kernel built on these
 // rounds in the same places. `vf` is 16 floats, `vi` 16 int32, `vb` 64 bytes.
 #pragma once
@@ -53,6 +53,8 @@ inline uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+constexpr float LEAST_NORMAL = 1.17549435e-38f;  // 2^-126
+
 #if HW_ISA >= 2
 // ---- AVX-512 -----------------------------------------------------------------------------------------------------
 typedef __m512 vf;
@@ -80,6 +82,36 @@ inline vf vf_load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 inline void vf_store_f16(uint16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+// Rounded to bfloat16; what is below the least normal number becomes 0.
+#if HW_ISA >= 4
+inline __m256i bf16s(vf x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline vf vf_bf16(vf x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16s(x)), 16)); }
+
+// Lanes of two bfloat16s, of which the upper one counts first: sum + a.upper * b.upper + a.lower * b.lower, each product
+// added with one rounding. Sums and factors below the least normal number count as 0.
+inline vf vf_add_pairs(vf a, vf b, vf sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+inline vf vf_load_pairs(const uint16_t* upper, const uint16_t* lower) {
+  const vi lanes = _mm512_set_epi16(15, 31, 14, 30, 13, 29, 12, 28, 11, 27, 10, 26, 9, 25, 8, 24, 7, 23, 6, 22, 5, 21, 4, 20, 3, 19, 2, 18, 1, 17, 0, 16);
+  const vi both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)upper)), _mm256_loadu_si256((const __m256i*)lower), 1);
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi16(lanes, both));
+}
+// Eight pairs of adjacent numbers.
+inline void vf_store_pairs(float* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm256_ror_epi32(bf16s(x), 16)); }
+// Eight pairs of every other number: of the first four numbers the even ones and the odd ones, then of the next four …
+inline void vf_store_even_odd_pairs(float* p, vf x) {
+  const __m256i lanes = _mm256_set_epi16(13, 15, 12, 14, 9, 11, 8, 10, 5, 7, 4, 6, 1, 3, 0, 2);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permutexvar_epi16(lanes, bf16s(x)));
+}
+inline vf vf_keep(vf a, uint32_t bits) { return _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32((int)bits))); }
+#else
+inline vf vf_bf16(vf x) {
+  const vi bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const vi near = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+  const vi kept = _mm512_mask_or_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+  const __mmask16 normal = _mm512_cmp_ps_mask(vf_abs(x), _mm512_set1_ps(LEAST_NORMAL), _CMP_NLT_UQ);
+  return _mm512_castsi512_ps(_mm512_maskz_and_epi32(normal, kept, _mm512_set1_epi32((int)0xffff0000)));
+}
+#endif
 inline vf vf_load_u8(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
@@ -96,7 +128,7 @@ inline vb vb_low(vb a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline vb vb_high(vb a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 inline vb vb_fp4(vb a) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4)), a); }
 
-#if HW_ISA == 3
+#if HW_ISA >= 3
 inline vi vi_dot4(vi acc, vb weights, int32_t a) { return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(a)); }
 inline vi vi_dot8(vi acc, vb weights, int32_t a) { return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(a)); }
 #else
@@ -387,6 +419,16 @@ inline void vf_store_bf16(uint16_t* p, vf x) {
   vf_store(t, x);
   for (int i = 0; i < 16; i++) p[i] = float_to_bfloat(t[i]);
 }
+
+#if HW_ISA < 2
+// Rounded to bfloat16; what is below the least normal number becomes 0.
+inline vf vf_bf16(vf x) {
+  float t[16];
+  vf_store(t, x);
+  for (int i = 0; i < 16; i++) t[i] = std::fabs(t[i]) < LEAST_NORMAL ? 0.0f : bfloat_to_float(float_to_bfloat(t[i]));
+  return vf_load(t);
+}
+#endif
 
 // e^x to about one unit in the last place; 0 for very small x, infinity for very large, NaN for NaN.
 inline vf vf_exp(vf x) {

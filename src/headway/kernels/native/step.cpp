@@ -110,7 +110,7 @@ struct Forward {
       make_layout(step, s, m.page_size, lay);
       lay.bits.resize((size_t)step.mask_sets * lay.rows * lay.units.size());
       const int chunks = (int)lay.chunks.size() - 1;
-      const int n = lay.rows / TILE * m.kv_heads + (lay.rows % TILE == 1 ? 1 : lay.rows % TILE ? m.kv_heads : 0);
+      const int n = tiles(lay.rows) * m.kv_heads + (lay.rows % TILE == 1);
       items += n;
       tasks += n * chunks;
     }
@@ -643,17 +643,22 @@ struct Forward {
     }
   }
 
-  // Calls f(item, chunks) for every work item of a layer's attention. A single row takes all heads, which are adjacent.
+  // Tiles of more than one row.
+  static int tiles(int rows) { return rows / TILE + (rows % TILE > 1); }
+
+  // Calls f(item, chunks) for every work item of a layer's attention: head by head, so that its keys stay in a cache, and
+  // from the last tile, which attends to the most. A single row takes all heads, which are adjacent.
   template <class F>
   void work_items(int l, F&& f) {
     const KvCache kv = cache(l);
     for (int s = 0; s < step.segments; s++) {
       const Layout& lay = workspace.layouts[s];
-      for (int first = 0; first < lay.rows; first += TILE) {
-        const int rows = std::min(TILE, lay.rows - first), heads = rows == 1 ? kv.kv_heads : 1;
-        for (int head = 0; head < kv.kv_heads; head += heads)
-          f(WorkItem{workspace.layouts.data(), nullptr, lay, kv, m.layer[l].mask_set, first, rows, head, heads}, (int)lay.chunks.size() - 1);
-      }
+      auto take = [&](int first, int rows, int head, int heads) {
+        f(WorkItem{workspace.layouts.data(), nullptr, lay, kv, m.layer[l].mask_set, first, rows, head, heads}, (int)lay.chunks.size() - 1);
+      };
+      for (int head = 0; head < kv.kv_heads; head++)
+        for (int tile = tiles(lay.rows) - 1; tile >= 0; tile--) take(tile * TILE, std::min(TILE, lay.rows - tile * TILE), head, 1);
+      if (lay.rows % TILE == 1) take(lay.rows - 1, 1, 0, kv.kv_heads);
     }
   }
 
@@ -677,8 +682,7 @@ struct Forward {
         const Layout& lay = workspace.layouts[prefix.segments[0]];
         const WorkItem item{workspace.layouts.data(), prefix.segments.data(), lay, kv, m.layer[l].mask_set, 0, (int)prefix.segments.size(), task / prefix.chunks, 1};
         take_queries(item, workspace.q.at, Q, scratch);
-        attend_chunk(item, task % prefix.chunks, scratch);
-        keep_partial(prefix.task + task, item, scratch);
+        attend_chunk(item, task % prefix.chunks, scratch, [&](Held held) { keep_partial(prefix.task + task, held, scratch); });
         mine = claim();
       }
   }
@@ -715,8 +719,7 @@ struct Forward {
           continue;
         }
         take_queries(item, workspace.q.at, Q, scratch);
-        attend_chunk(item, c, scratch);
-        keep_partial(n - 1, item, scratch);
+        attend_chunk(item, c, scratch, [&](Held held) { keep_partial(n - 1, held, scratch); });
         mine = claim();
       }
     });
@@ -727,10 +730,10 @@ struct Forward {
 
   float* partial(size_t task, int query) { return workspace.partial.at + (task * most_queries + query) * partial_size; }
 
-  void keep_partial(size_t task, const WorkItem& item, const Scratch& scratch) {
+  void keep_partial(size_t task, Held held, const Scratch& scratch) {
     const size_t wide = scratch.wide;
-    for (int q = 0; q < item.queries(); q++) {
-      float* to = partial(task, q);
+    for (int q = 0; q < held.count; q++) {
+      float* to = partial(task, held.first + q);
       to[0] = scratch.partial[q].most;
       to[1] = scratch.partial[q].sum;
       if (scratch.partial[q].most != -INFINITY || scratch.partial[q].sum != 0) std::memcpy(to + 2, scratch.mixed.at + q * wide, wide * sizeof(float));

@@ -2,7 +2,8 @@
 
 Two functions with one meaning. `attend` gathers each group's pages and uses torch's fused attention. `attend_exact`
 computes every row on its own, its keys split at fixed absolute slots and combined in order, so that a row's bits depend
-on nothing but its query and the slots it sees.
+on nothing but its query and the slots it sees. Floats over bfloat16 pages are for `ordered.attend`, which rounds as the
+native step does.
 """
 
 from __future__ import annotations
@@ -96,8 +97,19 @@ def scores(
     heads = k.shape[2]
     keys, _, seen = aligned(k, k, group)
     queries = q[group.rows[0]].float().unflatten(1, (heads, -1)) * scale
+    queries = as_bfloat16(queries) if rounds_queries(q, k) else queries
     weight, total = _weights(queries, keys[0], seen[0], cap, sinks)
     return (weight / total[:, None, None]).flatten(1, 2).flatten(2).transpose(1, 2)  # from [M, B, SPLIT, Hkv, G]
+
+
+def rounds_queries(q: Tensor, k: Tensor) -> bool:
+    """Whether queries and softmax weights are rounded to bfloat16, as keys and values are."""
+    return q.dtype == torch.float32 and k.dtype == torch.bfloat16
+
+
+def as_bfloat16(x: Tensor) -> Tensor:
+    """x rounded to bfloat16, in float32; below the least normal number 0."""
+    return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0, x.to(torch.bfloat16).float())
 
 
 def capped(raw: Tensor, cap: float | None) -> Tensor:

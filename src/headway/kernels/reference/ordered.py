@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.reference import experts
-from headway.kernels.reference.attention import AttentionGroup, aligned
+from headway.kernels.reference.attention import AttentionGroup, aligned, as_bfloat16, rounds_queries
 
 LANES = 16
 CHUNK = 128  # slots per partial sum
@@ -193,7 +193,12 @@ def attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]: `attention.attend` in the native step's order."""
+    """q [T, H, D] over pages k, v [P, page, Hkv, D] → [T, H, D]: `attention.attend` in the native step's order.
+
+    With bfloat16 pages queries and softmax weights are rounded to bfloat16 too, weights relative to the largest of
+    their chunk; the sum that they are divided by is not.
+    """
+    to_bf16 = rounds_queries(q, k)
     own = None if sinks is None else sinks.view(k.shape[2], -1)  # [Hkv, G]
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     for group in groups:
@@ -203,12 +208,16 @@ def attend(
             for first, part in zip(range(0, len(rows), share), rows.split(share), strict=True):
                 queries = q[part].unflatten(1, (k.shape[2], -1)) * scale  # [r, Hkv, G, D]
                 mask = seen[i, first : first + len(part)]
-                out[part] = _attend_rows(queries, keys[i], values[i], mask, cap=cap, sinks=own).flatten(1, 2)
+                mixed = _attend_rows(queries, keys[i], values[i], mask, cap=cap, sinks=own, to_bf16=to_bf16)
+                out[part] = mixed.flatten(1, 2)
     return out
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, cap: float | None, sinks: Tensor | None) -> Tensor:
+def _attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, cap: float | None, sinks: Tensor | None, to_bf16: bool
+) -> Tensor:
     """q [r, Hkv, G, D] over keys and values [B, CHUNK, Hkv, D], of which a row attends to seen [r, B, CHUNK]."""
+    q = as_bfloat16(q) if to_bf16 else q
     used = int(seen.any(0).any(0).nonzero().max()) + 1  # of each chunk
     used = -(-used // LANES) * LANES
     k, v, seen = k[:, :used], v[:, :used], seen[:, :, :used]
@@ -221,6 +230,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, cap: float | 
     sums = torch.zeros_like(weights[..., :LANES])
     for unit in weights.split(LANES, -1):
         sums = sums + unit
+    weights = as_bfloat16(weights) if to_bf16 else weights
     slots = zip(v.transpose(0, 1)[:, None, :, :, None], weights.movedim(-1, 0)[..., None], strict=True)
     mixed = fma_sum((*most.shape, v.shape[-1]), slots)
     return _merge(most, lane_sum(sums)[..., 0], mixed, some.expand_as(most), sinks)
