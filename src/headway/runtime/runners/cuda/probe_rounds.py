@@ -7,16 +7,17 @@ edge of the best, a NaN, a temperature that float32 cannot hold) it is the torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import HeadwayError
 from headway.base.specs.probes import Distribution, Entropy, Logits, Logprob, Logprobs, Rank, Ranked, Ranking
-from headway.kernels.triton.probes import RowStats
+from headway.kernels.triton.probes import MOST_BEST, RowStats
 from headway.runtime.readout import Ask, not_a_number
 
 JOBS = 512  # rows measured in one round
@@ -42,47 +43,69 @@ class Drawn(NamedTuple):
 
 
 class _Edge(Exception):
-    """What came back does not decide a value."""
+    """No questions decide a value."""
+
+
+UNDECIDED = object()  # in the place of a value: what came back does not decide it
+
+
+@dataclass(frozen=True, eq=False)
+class BestScores:
+    """The best of B rows, in order, ties by lower id: scores and ids [B, K]. Unless they are `complete`, others may
+    have the last of the scores."""
+
+    scores: np.ndarray
+    ids: np.ndarray
+    complete: bool
+
+    def first(self, rows: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Scores and ids [n, k] of the k best of these rows, and where they are not decided [n]."""
+        scores, ids = self.scores[rows], self.ids[rows]
+        tied = np.zeros(len(scores), bool) if self.complete else scores[:, k - 1] == scores[:, -1]
+        return scores[:, :k], ids[:, :k], tied
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
     """What came back of a round."""
 
-    measured: list[RowStats]
+    measured: RowStats
     scores: np.ndarray  # [P] float32
     ranks: np.ndarray  # [P]
     tokens: np.ndarray  # [P]
-    best: list[tuple[np.ndarray, np.ndarray]]  # scores and ids, of each row whose best were asked for
-    sorted: list[tuple[np.ndarray, np.ndarray]]
+    best: tuple[BestScores, BestScores]  # few (`is_few`), and more
+    sorted: list[tuple[np.ndarray, np.ndarray]]  # scores and ids
     rows: list[np.ndarray]
 
-    def ranking(self, at: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scores and ids of the k best, by score and then by lower id."""
-        scores, ids = self.best[at]
-        if k < len(scores) and scores[k - 1] == scores[k]:
-            raise _Edge
-        order = np.lexsort((ids[:k], -scores[:k]))
-        return scores[order], ids[order]
+
+_Place = tuple[Any, ...]  # where a probe's answers are
+_Make = Callable[[Answers, Sequence[_Place]], Iterable[object]]
 
 
-_Make = Callable[[Answers], object]
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """Probes of one kind, whose values are made together."""
+
+    make: _Make
+    queries: list[Query] = field(default_factory=list)
+    places: list[_Place] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class ProbeRound:
-    """Questions that are asked together, and how each value is made of the answers. Equal questions are asked once."""
+    """Questions that are asked together, and how values are made of the answers. Equal questions are asked once."""
 
     vocab: int
     jobs: dict[tuple[int, int, float], int] = field(default_factory=dict)
     pairs: list[tuple[int, int, int, int]] = field(default_factory=list)
-    best: dict[tuple[int, int], int] = field(default_factory=dict)
-    most: int = 0  # how many of the best
+    best: tuple[dict[tuple[int, int], int], ...] = field(default_factory=lambda: ({}, {}))  # rows and masks: few, more
+    best_jobs: list[int] = field(default_factory=list)  # where rows whose few best are wanted are measured
+    most: list[int] = field(default_factory=lambda: [0, 0])  # how many of the best
     sorted: dict[tuple[int, int], int] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
     masks: list[np.ndarray] = field(default_factory=list)
     bound: dict[int, int] = field(default_factory=dict)  # masks by their identity
-    makes: list[tuple[Query, _Make]] = field(default_factory=list)
+    probes: dict[object, _Alike] = field(default_factory=dict)
 
     def bind(self, allowed: np.ndarray | None) -> int:
         if allowed is None:
@@ -97,14 +120,31 @@ class ProbeRound:
             raise _Edge
         return self.jobs.setdefault((row, mask, 1.0 / temperature), len(self.jobs))
 
-    def place(self, row: int, tokens: Sequence[int], mask: int, *, ranked: bool = False) -> slice:
+    def place(self, row: int, tokens: Sequence[int], mask: int, *, ranked: bool = False) -> int:
+        """Look these up; where the first of them is."""
         start = len(self.pairs)
         self.pairs += [(row, token, mask, int(ranked)) for token in tokens]
-        return slice(start, len(self.pairs))
+        return start
 
-    def rank(self, row: int, mask: int, k: int) -> int:
-        self.most = max(self.most, k)
-        return self.best.setdefault((row, mask), len(self.best))
+    def rank(self, job: int, row: int, mask: int, k: int) -> int:
+        """Find the k best of a row that is measured."""
+        more = not is_few(k)
+        self.most[more] = max(self.most[more], k)
+        found = self.best[more]
+        if not more and (row, mask) not in found:
+            self.best_jobs.append(job)
+        return found.setdefault((row, mask), len(found))
+
+    def add(self, query: Query, kind: object, make: _Make, *place: Any) -> None:
+        """Make a probe's value, with all others of its kind, of the answers at a place."""
+        alike = self.probes.setdefault(kind, _Alike(make))
+        alike.queries.append(query)
+        alike.places.append(place)
+
+
+def is_few(k: int) -> bool:
+    """Whether the device finds the k best; more are found by torch."""
+    return k <= MOST_BEST
 
 
 class Plan(NamedTuple):
@@ -118,71 +158,56 @@ class Plan(NamedTuple):
 def plan(queries: Sequence[Query], drawn: Mapping[Key, Sequence[Drawn | None]], vocab: int) -> Plan:
     """The questions of these probes; `drawn` has for every ranking what is drawn at its row."""
     rounds, known, left = [ProbeRound(vocab)], {}, []
-    for row, ask in queries:
-        part, key = rounds[-1], (ask.segment, ask.index)
+    for query in queries:
+        part, ask = rounds[-1], query[1]
+        key = ask.segment, ask.index
         mates = drawn.get(key, ())
         if len(part.jobs) == JOBS or len(part.pairs) + _pairs(ask) + len(mates) > PAIRS:
             rounds.append(part := ProbeRound(vocab))
         try:
-            make = _add_query(part, row, ask, mates)
+            _add_query(part, query, mates)
         except _Edge:
-            left.append((row, ask))
+            left.append(query)
         except HeadwayError as error:  # the mask that was to come later did not
             known[key] = error
-        else:
-            part.makes.append(((row, ask), make))
-    return Plan([part for part in rounds if part.makes], known, left)
+    return Plan([part for part in rounds if part.probes], known, left)
 
 
-def is_one_round(queries: Sequence[Query], drawn: Mapping[Key, Sequence[Drawn | None]]) -> bool:
-    """Whether the questions of these probes are asked together, however many of them are equal."""
-    pairs = sum(_pairs(ask) + len(drawn.get((ask.segment, ask.index), ())) for _, ask in queries)
-    return len(queries) <= JOBS and pairs <= PAIRS
-
-
-def _add_query(part: ProbeRound, row: int, ask: Ask, drawn: Sequence[Drawn | None]) -> _Make:
-    """Put a probe's questions into the round; what comes back makes its value of the answers."""
+def _add_query(part: ProbeRound, query: Query, drawn: Sequence[Drawn | None]) -> None:
+    """Put a probe's questions into the round."""
+    row, ask = query
     what = ask.readout.what
     if _pairs(ask) + len(drawn) > PAIRS:
         raise _Edge
     if isinstance(what, Ranking):
-        return _ask_ranking(part, row, what, drawn)
+        _add_ranking(part, query, what, drawn)
+        return
     allowed = ask.readout.permitted() if getattr(what, "masked", False) else None
     match what:
         case Logits():
-            at = part.rows.setdefault(row, len(part.rows))
-            return lambda answers: _filled(answers.rows[at], allowed)
+            part.add(query, "logits", _logits, part.rows.setdefault(row, len(part.rows)), allowed)
         case Entropy():
-            job = part.measure(row, part.bind(allowed))
-            return lambda answers: float(np.float32(_sound(answers.measured[job]).entropy))
+            part.add(query, "entropy", _entropies, part.measure(row, part.bind(allowed)))
         case Logprob() | Logprobs():
             ids = (what.id,) if isinstance(what, Logprob) else what.ids
             assert isinstance(ids, tuple)
-            job, pairs = part.measure(row, mask := part.bind(allowed)), part.place(row, ids, mask)
-            return lambda answers: _sound(answers.measured[job]).logs(answers.scores[pairs]).astype(np.float32)
+            job = part.measure(row, mask := part.bind(allowed))
+            start = part.place(row, ids, mask)
+            part.add(query, ("logprobs", len(ids)), partial(_logprobs, len(ids)), job, start)
         case Distribution(temperature, k):
-            return _ask_distribution(part, row, part.bind(allowed), temperature, k)
-    raise AssertionError(what)
+            job = part.measure(row, mask := part.bind(allowed), temperature)
+            if k == 0 or k >= part.vocab:
+                at = part.sorted.setdefault((row, mask), len(part.sorted))
+                part.add(query, "whole", _whole_distributions, job, at, temperature)
+            else:
+                at = part.rank(job, row, mask, k)
+                part.add(query, ("distribution", k), partial(_distributions, k), job, at, temperature)
+        case _:
+            raise AssertionError(what)
 
 
-def _ask_distribution(part: ProbeRound, row: int, mask: int, temperature: float, k: int) -> _Make:
-    job = part.measure(row, mask, temperature)
-    whole = k == 0 or k >= part.vocab
-    if whole:
-        at = part.sorted.setdefault((row, mask), len(part.sorted))
-    else:
-        at = part.rank(row, mask, k)
-
-    def make(answers: Answers) -> object:
-        measured = _sound(answers.measured[job])
-        scores, ids = answers.sorted[at] if whole else answers.ranking(at, k)
-        return ids, np.exp(measured.logs(scores, temperature)).astype(np.float32)
-
-    return make
-
-
-def _ask_ranking(part: ProbeRound, row: int, what: Ranking, drawn: Sequence[Drawn | None]) -> _Make:
-    tokens = [d.token for d in drawn if d is not None]
+def _add_ranking(part: ProbeRound, query: Query, what: Ranking, drawn: Sequence[Drawn | None]) -> None:
+    row, tokens = query[0], [d.token for d in drawn if d is not None]
     if len(tokens) < len(drawn):
         raise _Edge
     temperature, allowed = 1.0, None
@@ -194,41 +219,94 @@ def _ask_ranking(part: ProbeRound, row: int, what: Ranking, drawn: Sequence[Draw
     mask = part.bind(allowed)
     job = part.measure(row, mask, temperature)
     k = min(what.k, part.vocab)
-    at = part.rank(row, mask, k) if k else None
-    pairs = part.place(row, [*tokens, *what.ids], mask, ranked=True)
-    names = (*what.ids,)
-
-    def make(answers: Answers) -> object:
-        measured = answers.measured[job]
-        if measured.bad:
-            return not_a_number()
-        ids = answers.tokens[pairs].tolist()
-        if any(token < 0 for token in ids):
-            raise _Edge
-        scores = answers.scores[pairs]
-        logs = measured.logs(scores, temperature)
-        ranks = [Rank(*r) for r in zip(ids, logs.tolist(), answers.ranks[pairs].tolist(), strict=True)]
-        best = () if at is None else _best(measured, answers, at, k, temperature)
-        return Ranked(tuple(ranks[: len(ids) - len(names)]), tuple(ranks[len(ids) - len(names) :]), best)
-
-    return make
+    at = part.rank(job, row, mask, k) if k else 0
+    start = part.place(row, [*tokens, *what.ids], mask, ranked=True)
+    shape = k, len(tokens), len(what.ids)
+    part.add(query, ("ranking", *shape), partial(_rankings, *shape), job, at, start, temperature)
 
 
 def tell(part: ProbeRound, answers: Answers, values: dict[Key, object]) -> list[Query]:
     """Make the values of a round; the probes that are left undecided."""
     left = []
-    for query, make in part.makes:
-        try:
-            values[query[1].segment, query[1].index] = make(answers)
-        except _Edge:
-            left.append(query)
+    for alike in part.probes.values():
+        for query, value in zip(alike.queries, alike.make(answers, alike.places), strict=True):
+            if value is UNDECIDED:
+                left.append(query)
+            else:
+                values[query[1].segment, query[1].index] = value
     return left
 
 
-def _sound(measured: RowStats) -> RowStats:
-    if measured.bad:
-        raise _Edge
-    return measured
+def _logits(answers: Answers, places: Sequence[_Place]) -> Iterable[object]:
+    return [_filled(answers.rows[at], allowed) for at, allowed in places]
+
+
+def _entropies(answers: Answers, places: Sequence[_Place]) -> Iterable[object]:
+    jobs = [job for (job,) in places]
+    found = answers.measured.entropies()[jobs].astype(np.float32)
+    return _decided(found.tolist(), answers.measured.bad[jobs])
+
+
+def _logprobs(count: int, answers: Answers, places: Sequence[_Place]) -> Iterable[object]:
+    jobs, starts = zip(*places, strict=True)
+    scores = answers.scores[np.array(starts)[:, None] + np.arange(count)]
+    logs = answers.measured.logs(jobs, scores).astype(np.float32)
+    return _decided(map(np.copy, logs), answers.measured.bad[list(jobs)])
+
+
+def _whole_distributions(answers: Answers, places: Sequence[_Place]) -> Iterable[object]:
+    measured = answers.measured
+    for job, at, temperature in places:
+        scores, ids = answers.sorted[at]
+        if measured.bad[job]:
+            yield UNDECIDED
+        else:
+            yield ids, np.exp(measured.logs([job], scores[None], temperature)[0]).astype(np.float32)
+
+
+def _distributions(k: int, answers: Answers, places: Sequence[_Place]) -> Iterable[object]:
+    jobs, at, temperatures = (list(n) for n in zip(*places, strict=True))
+    scores, ids, tied = answers.best[not is_few(k)].first(at, k)
+    probs = np.exp(answers.measured.logs(jobs, scores, temperatures)).astype(np.float32)
+    pairs = [(i.copy(), p.copy()) for i, p in zip(ids, probs, strict=True)]
+    return _decided(pairs, answers.measured.bad[jobs] | tied)
+
+
+def _rankings(k: int, drawn: int, named: int, answers: Answers, places: Sequence[_Place]) -> Iterable[object]:
+    """`Ranked` values, of `drawn` and `named` tokens and the k best that can come."""
+    jobs, at, starts, temperatures = (list(n) for n in zip(*places, strict=True))
+    measured, pairs = answers.measured, np.array(starts)[:, None] + np.arange(drawn + named)
+    tokens = answers.tokens[pairs]
+    logs = measured.logs(jobs, answers.scores[pairs], temperatures)
+    ranks = list(map(_as_ranks, tokens.tolist(), logs.tolist(), answers.ranks[pairs].tolist()))
+    undecided = np.asarray((tokens < 0).any(1))
+    best: list[tuple[Rank, ...]] = [()] * len(jobs)
+    if k:
+        scores, ids, tied = answers.best[not is_few(k)].first(at, k)
+        undecided |= tied & (scores[:, -1] > -np.inf)
+        logs = measured.logs(jobs, scores, temperatures)
+        steps = np.arange(1, k + 1) * np.insert(scores[:, 1:] < scores[:, :-1], 0, True, axis=1)
+        lists = ids.tolist(), logs.tolist(), np.maximum.accumulate(steps, axis=1).tolist()
+        best = list(map(_as_ranks, *lists))
+        for i in np.flatnonzero((logs == -np.inf).any(1)).tolist():
+            best[i] = tuple([rank for rank in best[i] if rank.logprob > -np.inf])
+    marks = measured.bad[jobs].tolist(), undecided.tolist()
+    for bad, is_open, row, top in zip(*marks, ranks, best, strict=True):
+        if bad:
+            yield not_a_number()
+        else:
+            yield UNDECIDED if is_open else Ranked(row[:drawn], row[drawn:], top)
+
+
+_new_rank = partial(tuple.__new__, Rank)
+
+
+def _as_ranks(ids: list[int], logs: list[float], ranks: list[int]) -> tuple[Rank, ...]:
+    return tuple(map(_new_rank, zip(ids, logs, ranks, strict=True)))
+
+
+def _decided(values: Iterable[object], undecided: np.ndarray) -> Iterable[object]:
+    return [UNDECIDED if bad else value for value, bad in zip(values, undecided.tolist(), strict=True)]
 
 
 def _filled(row: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
@@ -236,18 +314,6 @@ def _filled(row: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
     if allowed is not None:
         row[~allowed] = -np.inf
     return row
-
-
-def _best(measured: RowStats, answers: Answers, at: int, k: int, temperature: float) -> tuple[Rank, ...]:
-    """The k best that can come."""
-    kept = int((answers.best[at][0][:k] > -np.inf).sum())
-    if kept == 0:
-        return ()
-    scores, ids = answers.ranking(at, kept)
-    logs = measured.logs(scores, temperature)
-    firsts = np.searchsorted(-scores, -scores) + 1
-    ranks = zip(ids.tolist(), logs.tolist(), firsts.tolist(), strict=True)
-    return tuple(Rank(*each) for each in ranks if each[1] > -np.inf)
 
 
 def _pairs(ask: Ask) -> int:

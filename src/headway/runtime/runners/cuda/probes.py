@@ -1,12 +1,14 @@
 """Probes on the device: what a step asks about its rows is launched together and copied back once.
 
-Queries (probe_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); a row's best are found
-by torch. What that leaves undecided is the torch reader's, over the same logits.
+Queries (probe_rounds) are uploaded and answered by kernels in a graph (kernels/triton/probes); more than a few of a
+row's best are found by torch. What that leaves undecided is the torch reader's, over the same logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,10 @@ from torch import Tensor
 from headway.kernels.transfer import to_device
 from headway.kernels.triton import probes as probing
 from headway.kernels.triton.probes import (
+    BEST_INTS,
     JOB_INTS,
+    LEAST_BEST,
+    MOST_BEST,
     NUMBERS,
     PAIR_HEADER,
     PAIR_INTS,
@@ -31,11 +36,11 @@ from headway.runtime.runners.cuda.probe_rounds import (
     NO_MASK,
     PAIRS,
     Answers,
-    Drawn,
+    BestScores,
     Key,
+    Plan,
     ProbeRound,
     Query,
-    plan,
     tell,
 )
 
@@ -49,33 +54,28 @@ class CudaProbes:
         self.model, self._graphs, self._name = model, graphs, name
         self._vocab, self._device = model.config.vocab_size, model.device
         self._words, self._pieces = -(-self._vocab // 32), probing.pieces(self._vocab)
-        self._questions = Upload(JOBS * JOB_INTS + PAIRS * PAIR_INTS, torch.int32, self._device)
+        self._questions = Upload(JOBS * (JOB_INTS + BEST_INTS) + PAIRS * PAIR_INTS, torch.int32, self._device)
         self._masks = Upload(self._words, torch.int32, self._device)
-        size = JOBS * self._pieces * NUMBERS + PAIRS * (PAIR_HEADER + self._pieces)
+        size = JOBS * (self._pieces * NUMBERS + 2 * MOST_BEST) + PAIRS * (PAIR_HEADER + self._pieces)
         self._results = torch.empty(size, dtype=torch.int32, device=self._device)
         self._back = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._blocks: Tensor | None = None  # what rows' best are found by, once any are
+        self._sent: ProbeRound | None = None  # whose questions are on the device
 
     def begin(
-        self,
-        queries: Sequence[Query],
-        logits: Tensor,
-        tokens: Tensor,
-        drawn: Mapping[Key, Sequence[Drawn | None]],
-        *,
-        lasting: bool,
+        self, asked: Plan, logits: Tensor, tokens: Tensor, *, lasting: bool
     ) -> Callable[[dict[Key, object]], list[Query]]:
         """Set the device to work on these probes of logits [R, V], which are where they always are if `lasting`.
 
-        `tokens` [A] int32 are those that the device draws in front of it, `drawn` has for every ranking those of its
-        own row (None for one that is drawn later). What comes back waits, adds values, and gives the probes that are
-        left undecided.
+        `tokens` [A] int32 are those that the device draws in front of it. What comes back waits, adds values, and gives
+        the probes that are left undecided.
         """
-        rounds, known, left = plan(queries, drawn, self._vocab)
+        rounds = asked.rounds
         first = self._launch(rounds[0], logits, tokens, lasting) if rounds else None
 
         def finish(values: dict[Key, object]) -> list[Query]:
-            values.update(known)
-            undecided = list(left)
+            values.update(asked.known)
+            undecided = list(asked.left)
             for i, part in enumerate(rounds):
                 wait = first if i == 0 and first is not None else self._launch(part, logits, tokens, lasting)
                 undecided += tell(part, wait(), values)
@@ -84,19 +84,24 @@ class CudaProbes:
         return finish
 
     def _launch(self, part: ProbeRound, logits: Tensor, tokens: Tensor, lasting: bool) -> Callable[[], Answers]:
-        jobs, pairs = self._send(part)
-        measured = jobs * self._pieces * NUMBERS
-        back = measured + pairs * (PAIR_HEADER + self._pieces)
-        pairs_at = jobs * JOB_INTS
+        jobs, pairs, best = _padded(len(part.jobs)), _padded(len(part.pairs)), _padded(len(part.best_jobs))
+        self._send(part, jobs, pairs, best)
+        most = max(LEAST_BEST, _padded(part.most[0]))
+        parts = _split(self._questions.device, jobs * JOB_INTS, pairs * PAIR_INTS, best * BEST_INTS)
         questions = ProbeQueries(
-            self._questions.device[:pairs_at].view(jobs, JOB_INTS),
-            self._questions.device[pairs_at : pairs_at + pairs * PAIR_INTS].view(pairs, PAIR_INTS),
+            parts[0].view(jobs, JOB_INTS),
+            parts[1].view(pairs, PAIR_INTS),
             self._masks.device.view(-1, self._words),
             tokens,
+            parts[2].view(best, BEST_INTS),
         )
+        sizes = jobs * self._pieces * NUMBERS, pairs * (PAIR_HEADER + self._pieces), best * 2 * most
+        parts, back = _split(self._results, *sizes), sum(sizes)
         results = ProbeResults(
-            self._results[:measured].view(torch.float32).view(jobs, self._pieces, NUMBERS),
-            self._results[measured:back].view(pairs, PAIR_HEADER + self._pieces),
+            parts[0].view(torch.float32).view(jobs, self._pieces, NUMBERS),
+            parts[1].view(pairs, PAIR_HEADER + self._pieces),
+            parts[2].view(best, 2, most),
+            self._room() if best else self._results.view(torch.float32),
         )
 
         def work() -> None:
@@ -104,9 +109,10 @@ class CudaProbes:
             self._back[:back].copy_(self._results[:back], non_blocking=True)
 
         if back:
-            key = ("probe", jobs, pairs, logits.data_ptr(), self._masks.device.data_ptr(), self._name)
+            sizes = jobs, pairs, best, most
+            key = ("probe", *sizes, logits.data_ptr(), self._masks.device.data_ptr(), self._name)
             self._graphs.run(key if lasting else None, work)
-        best = self._ordered(list(part.best), part.masks, logits, part.most + 1)
+        more = self._ordered(list(part.best[1]), part.masks, logits, part.most[1] + 1)
         whole = self._ordered(list(part.sorted), part.masks, logits, self._vocab)
         rows = [_host(_taken(logits, list(part.rows)))] if part.rows else []
         done = StreamPoint(self._device)
@@ -114,34 +120,45 @@ class CudaProbes:
 
         def wait() -> Answers:
             done.wait()
-            numbers = self._back[:back].numpy()
+            measured, placed, few = _split(self._back[:back].numpy(), *(parts[i].numel() for i in range(3)))
             return Answers(
-                *_read(part, numbers[:measured].view(np.float32), numbers[measured:], self._pieces),
-                best=_pairs_of(best),
+                *_read(part, measured.view(np.float32), placed, self._pieces),
+                best=(_few_best(few.reshape(best, 2, most)), _more_best(more, self._vocab)),
                 sorted=_pairs_of(whole),
                 rows=[row for block in rows for row in block.numpy()],
             )
 
         return wait
 
-    def _send(self, part: ProbeRound) -> tuple[int, int]:
-        """Upload a round's questions; how many there are, with padding."""
-        jobs, pairs = _padded(len(part.jobs)), _padded(len(part.pairs))
+    def _room(self) -> Tensor:
+        """What rows' best are found by [JOBS, blocks]."""
+        if self._blocks is None:
+            size = JOBS, probing.block_count(self._vocab)
+            self._blocks = torch.empty(size, dtype=torch.float32, device=self._device)
+        return self._blocks
+
+    def _send(self, part: ProbeRound, jobs: int, pairs: int, best: int) -> None:
+        """Upload a round's questions, unless they are there, with padding to these numbers of them."""
+        if part is self._sent:
+            return
+        self._sent = part
         self._questions.wait()
-        host, pairs_at = self._questions.host, jobs * JOB_INTS
-        measures = host[:pairs_at].reshape(jobs, JOB_INTS)
-        measures[len(part.jobs) :, 0] = -1
+        sizes = jobs * JOB_INTS, pairs * PAIR_INTS, best * BEST_INTS
+        measures, named, ranked = _split(self._questions.host, *sizes)
+        measures, named = measures.reshape(jobs, JOB_INTS), named.reshape(pairs, PAIR_INTS)
+        ranked = ranked.reshape(best, BEST_INTS)
+        measures[len(part.jobs) :, 0] = named[len(part.pairs) :, 0] = ranked[len(part.best_jobs) :, 1] = -1
         if part.jobs:
             rows, masks, rates = zip(*part.jobs, strict=True)
             measures[: len(rows), 0], measures[: len(rows), 1] = rows, masks
             measures[: len(rows), 2] = np.array(rates, np.float32).view(np.int32)
-        named = host[pairs_at : pairs_at + pairs * PAIR_INTS].reshape(pairs, PAIR_INTS)
-        named[len(part.pairs) :, 0] = -1
         if part.pairs:
             named[: len(part.pairs)] = part.pairs
-        self._questions.send(pairs_at + pairs * PAIR_INTS)
+        if part.best_jobs:
+            ranked[: len(part.best_jobs), 0] = part.best_jobs
+            ranked[: len(part.best_jobs), 1:] = list(part.best[0])
+        self._questions.send(sum(sizes))
         self._send_masks(part.masks)
-        return jobs, pairs
 
     def _send_masks(self, masks: Sequence[np.ndarray]) -> None:
         if not masks:
@@ -179,7 +196,7 @@ class CudaProbes:
 
 def _read(
     part: ProbeRound, measured: np.ndarray, placed: np.ndarray, pieces: int
-) -> tuple[list[RowStats], np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[RowStats, np.ndarray, np.ndarray, np.ndarray]:
     """Rows that were measured, and the scores, ranks and tokens of pairs."""
     jobs, pairs = len(part.jobs), len(part.pairs)
     rates = np.array([rate for _, _, rate in part.jobs])
@@ -187,6 +204,28 @@ def _read(
     lines = placed.reshape(-1, PAIR_HEADER + pieces)[:pairs]
     scores = np.ascontiguousarray(lines[:, 0]).view(np.float32)
     return rows, scores, 1 + lines[:, PAIR_HEADER:].sum(1), lines[:, 1].copy()
+
+
+def _few_best(found: np.ndarray) -> BestScores:
+    """What the device has found of rows' best [B, 2, K]."""
+    scores = np.ascontiguousarray(found[:, 0]).view(np.float32)
+    return BestScores(scores, found[:, 1].astype(np.int64), complete=True)
+
+
+def _more_best(blocks: list[tuple[Tensor, Tensor]], vocab: int) -> BestScores:
+    """What torch has found of them, ties in any order."""
+    if not blocks:
+        return BestScores(np.empty((0, 0), np.float32), np.empty((0, 0), np.int64), complete=True)
+    scores, ids = (np.concatenate([pair[i].numpy() for pair in blocks]) for i in range(2))
+    order = np.lexsort((ids, -scores), axis=-1)
+    scores, ids = np.take_along_axis(scores, order, 1), np.take_along_axis(ids, order, 1)
+    return BestScores(scores, ids, complete=scores.shape[1] == vocab)
+
+
+def _split(numbers: Any, *sizes: int) -> list[Any]:
+    """Parts of these sizes, one after the other."""
+    ends = list(accumulate(sizes))
+    return [numbers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _padded(count: int) -> int:

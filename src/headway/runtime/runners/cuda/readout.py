@@ -26,7 +26,7 @@ from headway.runtime.runners.adapter_rows import has_head
 from headway.runtime.runners.cuda.arrays import PinnedBuffer, Upload
 from headway.runtime.runners.cuda.graphs import Graphs, padded
 from headway.runtime.runners.cuda.model import CudaModel
-from headway.runtime.runners.cuda.probe_rounds import Drawn, is_one_round
+from headway.runtime.runners.cuda.probe_rounds import Drawn, Plan, plan
 from headway.runtime.runners.cuda.probes import CudaProbes
 from headway.runtime.runners.cuda.sampling import MOST, CudaDraws, Key
 from headway.runtime.runners.cuda.steps import Mark
@@ -75,6 +75,7 @@ class CudaReader:
         self._row_probes: list[CudaProbes] = []  # for the probes of decode rows, in turn, once there are any
         self._same_readouts: tuple[Readout, ...] | None = None  # greedy ones, whose numbers are on the device already
         self._same_size = 0
+        self._same_probes: tuple[object, object, Plan] | None = None  # of decode rows, and what is asked of them
         self._first = 0  # rows of x before those of the batch's segments: decode rows
 
     @property
@@ -177,29 +178,38 @@ class CudaReader:
         where they are left undecided. Two such steps may be in flight."""
         if not self._row_probes:
             self._row_probes = [CudaProbes(self.model, self._graphs, name) for name in self._row_names]
+        asked = self._row_plan(rows)
+        wait = self._row_probes[0].begin(asked, logits, self._draws.tokens, lasting=self._lasts(logits))
+        self._row_probes.reverse()
         assert rows.probes is not None
-        asked = [[(i, Ask(i, at, i, what)) for at, what in enumerate(probes)] for i, probes in enumerate(rows.probes)]
-        queries = [query for row in asked for query in row]
+        counts = [len(probes) for probes in rows.probes]
+
+        def finish() -> list[RowValues | None]:
+            values: Values = {}
+            left = {ask.segment for _, ask in wait(values)}
+            found = [None if i in left else range(count) for i, count in enumerate(counts)]
+            return [at if at is None else tuple([values[i, n] for n in at]) for i, at in enumerate(found)]
+
+        if len(asked.rounds) <= 1:
+            return finish
+        values = finish()  # now: later the next step's logits are there
+        return lambda: values
+
+    def _row_plan(self, rows: DecodeRows) -> Plan:
+        """What is asked about decode rows; the same object while it is the same."""
+        known = self._same_probes
+        if known is not None and known[0] is rows.probes and known[1] is rows.readouts:
+            return known[2]
+        assert rows.probes is not None
+        queries = [(i, Ask(i, at, i, what)) for i, probes in enumerate(rows.probes) for at, what in enumerate(probes)]
         drawn = {
             (ask.segment, ask.index): [self._drawn_in_place(i, rows.readouts[i].what)]
             for i, ask in queries
             if isinstance(ask.readout.what, Ranking)
         }
-        wait = self._row_probes[0].begin(queries, logits, self._draws.tokens, drawn, lasting=self._lasts(logits))
-        self._row_probes.reverse()
-
-        def finish() -> list[RowValues | None]:
-            values: Values = {}
-            left = {ask.segment for _, ask in wait(values)}
-            return [
-                None if i in left else tuple([values[ask.segment, ask.index] for _, ask in row])
-                for i, row in enumerate(asked)
-            ]
-
-        if is_one_round(queries, drawn):
-            return finish
-        values = finish()  # now: later the next step's logits are there
-        return lambda: values
+        asked = plan(queries, drawn, self.model.config.vocab_size)
+        self._same_probes = rows.probes, rows.readouts, asked
+        return asked
 
     def _drawn_in_place(self, row: int, how: Sampling | Probe) -> Drawn:
         """What is drawn at a decode row, as a ranking of it needs to know."""
@@ -284,7 +294,8 @@ class CudaReader:
             for at, ask in work.probes
             if isinstance(ask.readout.what, Ranking)
         }
-        return self._probes.begin(work.probes, logits, self._draws.tokens, drawn, lasting=self._lasts(logits))
+        asked = plan(work.probes, drawn, self.model.config.vocab_size)
+        return self._probes.begin(asked, logits, self._draws.tokens, lasting=self._lasts(logits))
 
     def _drawn(self, row: int, ask: Ask, work: _Work, begun: _Begun | None, values: Values) -> Drawn | None:
         """What is drawn at a row of logits, as a ranking of it needs to know; None when it is not known yet."""
