@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from headway.base.specs.samplers import Sampling  # noqa: E402
 from headway.kernels.reference import sampling as reference  # noqa: E402
-from headway.kernels.triton import sampling  # noqa: E402
+from headway.kernels.triton import cuts, sampling  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -82,10 +82,12 @@ WAYS = [
 
 
 @pytest.mark.parametrize("vocab", [97, *(pytest.param(n, marks=pytest.mark.slow) for n in (5000, 9000))])
-def test_every_way_of_drawing_agrees_with_the_reference(vocab: int) -> None:
+@pytest.mark.parametrize("near", [cuts.NEAR, pytest.param(2, id="room for few scores near the edge")])
+def test_every_way_of_drawing_agrees_with_the_reference(vocab: int, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "NEAR", near)
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.normal(size=(len(WAYS), vocab)) * 3).float().to(DEVICE)
-    for _ in range(6):
+    for _ in range(3):
         agree(logits, [reference.RowSampler(way, float(rng.random()) if way.temperature else 0.0) for way in WAYS])
 
 

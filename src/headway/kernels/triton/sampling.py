@@ -2,11 +2,16 @@
 
 The reference is `headway.kernels.reference.sampling.sample`; here float32 with sums of tiles in float64: logit mask →
 temperature → top-k → top-p → min-p, then a walk through the kept tokens in id order. Bias and penalties are applied to
-the row before (`adjust`). Thresholds are found by bisection between two scores of the row, never by sorting. No token
-depends on other rows.
+the row before (`adjust`).
+
+    scan      a row's largest score, the weights relative to it, in pieces
+    cuts.py   what top-k and top-p keep of it
+    choose    the piece that the token is in, and the token
+
+No token depends on other rows.
 """
 
-# ruff: noqa: PLR0124, PLR0915, PLR0917
+# ruff: noqa: PLR0124, PLR0917
 from __future__ import annotations
 
 import torch
@@ -15,11 +20,22 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.triton.cuts import (
+    PIECE,
+    CutWorkspace,
+    Kinds,
+    cut_of,
+    find_cuts,
+    is_filtered,
+    line_of,
+    make_cut_workspace,
+    scanned,
+    scores_of,
+    weight_of,
+)
 
 NO_TOKEN = -1  # a row with a NaN
 UNDECIDED = -2  # every allowed token of the row is at -inf: left to the reference
-PIECE = 4096  # logits per program of the first pass
-BLOCK = 2048  # logits per vector of the second pass, which loads four vectors at a time
 ROW, TOP_K, MASK, SAMPLER_INTS = 0, 1, 2, 3
 TEMPERATURE, TOP_P, MIN_P, UNIFORM, SAMPLER_FLOATS = 0, 1, 2, 3, 4
 
@@ -56,18 +72,27 @@ def make_workspace(count: int, vocab: int, device: torch.device) -> SamplingWork
     )
 
 
-def sample(logits: Tensor, arrays: SamplerArrays, workspace: SamplingWorkspace) -> None:
-    """A token for each of `arrays` into workspace.tokens. logits is [R, V], of any float type."""
+def sample(
+    logits: Tensor,
+    arrays: SamplerArrays,
+    workspace: SamplingWorkspace,
+    cuts: CutWorkspace | None = None,
+    kinds: Kinds = Kinds(),
+) -> None:
+    """A token for each of `arrays` into workspace.tokens. logits is [R, V], of any float type; `kinds` has what any of
+    them asks for. Calls that come one after the other may share `cuts`."""
     count, vocab = arrays.ints.shape[0], logits.shape[1]
     pieces, words = triton.cdiv(vocab, PIECE), arrays.masks.shape[1]
+    if cuts is None:
+        cuts = make_cut_workspace(count if kinds.filters else 1, vocab, logits.device)
+    row = logits, arrays.ints, arrays.floats, arrays.masks, workspace.floats, workspace.ints
     _scan[(count, pieces)](
-        logits, arrays.ints, arrays.floats, arrays.masks, workspace.floats, workspace.ints,
-        logits.stride(0), vocab, words, PIECES=pieces, PIECE=PIECE, num_warps=4,
+        *row, logits.stride(0), vocab, words, PIECES=pieces, PIECE=PIECE, num_warps=4
     )  # fmt: skip
-    _sample[(count,)](
-        logits, arrays.ints, arrays.floats, arrays.masks, workspace.floats, workspace.ints, workspace.tokens,
-        logits.stride(0), vocab, words, PIECES=pieces, WIDE=triton.next_power_of_2(pieces), PIECE=PIECE,
-        BLOCK=BLOCK, SPANS=triton.next_power_of_2(triton.cdiv(vocab, 4 * BLOCK)), num_warps=16,
+    find_cuts(*row, cuts, kinds)
+    _choose[(count,)](
+        *row, cuts.edges, cuts.ties, cuts.kept, cuts.equal, workspace.tokens, logits.stride(0), vocab, words,
+        PIECES=pieces, WIDE=triton.next_power_of_2(pieces), PIECE=PIECE, num_warps=8,
     )  # fmt: skip
 
 
@@ -102,31 +127,6 @@ def _adjust(logits, rows, at, ids, amounts, ways, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scores(logits, masks, mask, i, vocab):
-    """The scores of tokens i; -inf for those masked or outside the vocabulary."""
-    s = tl.load(logits + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    if mask >= 0:
-        bits = tl.load(masks + i // 32, mask=i < vocab, other=0)
-        s = tl.where(((bits >> (i % 32)) & 1) == 1, s, float("-inf"))
-    return s
-
-
-@triton.jit
-def _four(logits, masks, mask, base, vocab, BLOCK: tl.constexpr):
-    """The scores of four blocks from a token on: their loads overlap."""
-    i = base + tl.arange(0, BLOCK)
-    a, b = _scores(logits, masks, mask, i, vocab), _scores(logits, masks, mask, i + BLOCK, vocab)
-    c, d = _scores(logits, masks, mask, i + 2 * BLOCK, vocab), _scores(logits, masks, mask, i + 3 * BLOCK, vocab)
-    return a, b, c, d
-
-
-@triton.jit
-def _weight(s, peak, rate):
-    """Weights relative to the largest, which is 1; rate is 1 / temperature."""
-    return tl.where(s == peak, 1.0, tl.exp((s - peak) * rate))
-
-
-@triton.jit
 def _scan(
     logits, row_ints, row_floats, masks, floats, ints, stride, vocab, words, PIECES: tl.constexpr, PIECE: tl.constexpr
 ):
@@ -138,14 +138,14 @@ def _scan(
         line = logits + row.to(tl.int64) * stride
         raw = tl.load(line + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
         bad = tl.max((raw != raw).to(tl.int32), 0)
-        s = _scores(line, masks + tl.maximum(mask, 0).to(tl.int64) * words, mask, i, vocab)
+        s = scores_of(line, masks + tl.maximum(mask, 0).to(tl.int64) * words, mask, i, vocab)
         s = tl.where(s != s, float("-inf"), s)
         peak = tl.max(s, 0)
         alive = s > float("-inf")
         temperature = tl.load(row_floats + index * 4).to(tl.float32)
         mass = 0.0
         if temperature > 0:
-            mass = tl.sum(tl.where(alive, _weight(s, peak, 1.0 / temperature), 0.0), 0)
+            mass = tl.sum(tl.where(alive, weight_of(s, peak, 1.0 / temperature), 0.0), 0)
         at = index * PIECES + piece
         tl.store(floats + at * 3, peak)
         tl.store(floats + at * 3 + 1, mass)
@@ -156,184 +156,54 @@ def _scan(
 
 
 @triton.jit
-def _beyond(line, masks, mask, level, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of scores above a level, or their total weight."""
-    amount = tl.zeros((BLOCK,), tl.float32)
-    for base in range(0, vocab, 4 * BLOCK):
-        a, b, c, d = _four(line, masks, mask, base, vocab, BLOCK)
-        amount += _above(a, level, peak, rate, MASS) + _above(b, level, peak, rate, MASS)
-        amount += _above(c, level, peak, rate, MASS) + _above(d, level, peak, rate, MASS)
-    return tl.sum(amount.to(tl.float64), 0)
-
-
-@triton.jit
-def _above(s, level, peak, rate, MASS: tl.constexpr):
-    """1, or its weight, for every score above a level."""
-    return tl.where(s > level, _weight(s, peak, rate) if MASS else 1.0, 0.0)
-
-
-@triton.jit
-def _seen(s, level, peak, rate, amount, up, down, MASS: tl.constexpr):
-    """Adds scores to the amount above a level, the smallest score above it, and the largest not above it."""
-    over = s > level
-    amount += _above(s, level, peak, rate, MASS)
-    up = tl.minimum(up, tl.where(over, s, float("inf")))
-    return amount, up, tl.maximum(down, tl.where(over, float("-inf"), s))
-
-
-@triton.jit
-def _seen_of_four(a, b, c, d, level, peak, rate, amount, up, down, MASS: tl.constexpr):
-    amount, up, down = _seen(a, level, peak, rate, amount, up, down, MASS)
-    amount, up, down = _seen(b, level, peak, rate, amount, up, down, MASS)
-    amount, up, down = _seen(c, level, peak, rate, amount, up, down, MASS)
-    return _seen(d, level, peak, rate, amount, up, down, MASS)
-
-
-@triton.jit
-def _edge(line, masks, mask, low, high, goal, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest score of the row above which there is less than `goal`, between the scores `low` and `high`.
-
-    Each pass over the row compares with three levels between them; the next interval again ends at scores of the row.
-    Sums are kept per lane of a block until the end of a pass.
-    """
-    while low < high:
-        half = low + (high - low) * 0.5
-        half = tl.where(half < high, half, low)
-        left = tl.where(half > low, low + (half - low) * 0.5, low)
-        right = half + (high - half) * 0.5
-        right = tl.where(right < high, right, half)
-        n0 = tl.zeros((BLOCK,), tl.float32)
-        n1, n2 = n0, n0
-        up0 = tl.full((BLOCK,), float("inf"), tl.float32)
-        up1, up2 = up0, up0
-        down0 = tl.full((BLOCK,), float("-inf"), tl.float32)
-        down1, down2 = down0, down0
-        for base in range(0, vocab, 4 * BLOCK):
-            a, b, c, d = _four(line, masks, mask, base, vocab, BLOCK)
-            n0, up0, down0 = _seen_of_four(a, b, c, d, left, peak, rate, n0, up0, down0, MASS)
-            n1, up1, down1 = _seen_of_four(a, b, c, d, half, peak, rate, n1, up1, down1, MASS)
-            n2, up2, down2 = _seen_of_four(a, b, c, d, right, peak, rate, n2, up2, down2, MASS)
-        if tl.sum(n2.to(tl.float64), 0) >= goal:
-            low = tl.min(up2, 0)
-        elif tl.sum(n1.to(tl.float64), 0) >= goal:
-            low, high = tl.min(up1, 0), tl.max(down2, 0)
-        elif tl.sum(n0.to(tl.float64), 0) >= goal:
-            low, high = tl.min(up0, 0), tl.max(down1, 0)
-        else:
-            high = tl.max(down0, 0)
-    return low
-
-
-@triton.jit
-def _kept(s, edge, peak, rate, min_p):
-    """The weights of scores above the edge that reach min_p; 0 for others."""
-    w = _weight(s, peak, rate)
-    return tl.where((s > edge) & (w >= min_p), w, 0.0)
-
-
-@triton.jit
-def _sample(
-    logits, row_ints, row_floats, masks, floats, ints, tokens, stride, vocab, words,
-    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
+def _choose(
+    logits, row_ints, row_floats, masks, floats, ints, edges, ties, kept, equal, tokens, stride, vocab, words,
+    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ints + index * 3)
     token = -2
-    if row >= 0:
+    if tl.load(row_ints + index * 3) >= 0:
+        peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
+        temperature = tl.load(row_floats + index * 4).to(tl.float32)
         c = tl.arange(0, WIDE)
         at = (index * PIECES + c) * 3
         tops = tl.load(floats + at, mask=c < PIECES, other=float("-inf"))
-        firsts = tl.load(ints + at, mask=c < PIECES, other=vocab)
-        bad = tl.max(tl.load(ints + at + 1, mask=c < PIECES, other=0), 0)
-        peak = tl.max(tops, 0)
-        temperature = tl.load(row_floats + index * 4).to(tl.float32)
         if bad > 0:
             token = -1
         elif peak == float("-inf"):
             token = -2
         elif temperature == 0:
+            firsts = tl.load(ints + at, mask=c < PIECES, other=vocab)
             token = tl.min(tl.where(tops == peak, firsts, vocab), 0)
         else:
             rate = 1.0 / temperature
-            line = logits + row.to(tl.int64) * stride
-            mask = tl.load(row_ints + index * 3 + 2)
-            bits = masks + tl.maximum(mask, 0).to(tl.int64) * words
-            top_k = tl.load(row_ints + index * 3 + 1)
-            top_p = tl.load(row_floats + index * 4 + 1)
             min_p = tl.load(row_floats + index * 4 + 2).to(tl.float32)
-            uniform = tl.load(row_floats + index * 4 + 3)
-            parts = tl.load(floats + at + 1, mask=c < PIECES, other=0.0) * _weight(tops, peak, rate)
-            sums = tl.cumsum(tl.where(c < PIECES, parts, 0.0).to(tl.float64), 0)
-            total = tl.max(sums, 0)
-            if (top_k == 0) & (top_p >= 1.0) & (min_p == 0.0):
-                goal = uniform * total
-                piece = tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), PIECES - 1)
-                before = tl.max(tl.where(c < piece, sums, 0.0), 0)
-                i = piece * PIECE + tl.arange(0, PIECE)
-                s = _scores(line, bits, mask, i, vocab)
-                w = tl.where(s > float("-inf"), _weight(s, peak, rate), 0.0)
-                reached = before + tl.cumsum(w.to(tl.float64), 0)
-                token = tl.min(tl.where((reached > goal) & (w > 0), i, vocab), 0)
-                if token == vocab:  # the two sums differ in their last bits
-                    token = tl.max(tl.where(w > 0, i, 0), 0)
+            edge, stay = cut_of(row_ints, row_floats, edges, ties, index, low, alive)
+            if is_filtered(row_ints, row_floats, index):
+                weights = tl.load(kept + index * PIECES + c, mask=c < PIECES, other=0.0).to(tl.float64)
+                same = tl.load(equal + index * PIECES + c, mask=c < PIECES, other=0)
+                last = weight_of(edge, peak, rate)
+                first = tl.maximum(0, tl.minimum(same, stay - (tl.cumsum(same, 0) - same)))
+                weights += tl.where(last >= min_p, last * first, 0.0)
             else:
-                alive = tl.sum(tl.load(ints + at + 2, mask=c < PIECES, other=0), 0)
-                low = tl.min(tl.load(floats + at + 2, mask=c < PIECES, other=float("inf")), 0)
-                edge, ties = low, alive  # kept: scores above the edge, and the first `ties` at it
-                if (top_k > 0) & (top_k < alive):
-                    edge = _edge(line, bits, mask, low, peak, top_k.to(tl.float64), peak, rate, vocab, False, BLOCK)
-                    over = _beyond(line, bits, mask, edge, peak, rate, vocab, False, BLOCK)
-                    ties = top_k - over.to(tl.int32)
-                if top_p < 1.0:
-                    one = _weight(edge, peak, rate).to(tl.float64)
-                    over = _beyond(line, bits, mask, edge, peak, rate, vocab, True, BLOCK)
-                    if (top_k > 0) & (top_k < alive):
-                        total = over + one * ties
-                    goal = top_p * total
-                    before = edge
-                    edge = _edge(line, bits, mask, before, peak, goal, peak, rate, vocab, True, BLOCK)
-                    over = _beyond(line, bits, mask, edge, peak, rate, vocab, True, BLOCK)
-                    one = _weight(edge, peak, rate).to(tl.float64)
-                    needed = tl.ceil((goal - over) / one)
-                    enough = tl.maximum(1.0, tl.minimum(needed, 2.0e9)).to(tl.int32)
-                    ties = tl.where(edge > before, enough, tl.minimum(ties, enough))
-                # The weight kept in each span of tokens tells which span the sampled token is in.
-                n = tl.arange(0, SPANS)
-                kept = tl.zeros((SPANS,), tl.float64)
-                equal = tl.zeros((SPANS,), tl.int32)
-                for span in range(0, tl.cdiv(vocab, 4 * BLOCK)):
-                    s0, s1, s2, s3 = _four(line, bits, mask, span * 4 * BLOCK, vocab, BLOCK)
-                    w = _kept(s0, edge, peak, rate, min_p) + _kept(s1, edge, peak, rate, min_p)
-                    w += _kept(s2, edge, peak, rate, min_p) + _kept(s3, edge, peak, rate, min_p)
-                    at_edge = (s0 == edge).to(tl.int32) + (s1 == edge).to(tl.int32)
-                    at_edge += (s2 == edge).to(tl.int32) + (s3 == edge).to(tl.int32)
-                    kept = tl.where(n == span, tl.sum(w.to(tl.float64), 0), kept)
-                    equal = tl.where(n == span, tl.sum(at_edge, 0), equal)
-                last = _weight(edge, peak, rate)
-                first = tl.maximum(0, tl.minimum(equal, ties - (tl.cumsum(equal, 0) - equal)))
-                kept += tl.where(last >= min_p, last * first, 0.0)
-                along = tl.cumsum(kept, 0)
-                goal = uniform * tl.max(along, 0)
-                span = tl.minimum(tl.sum((along <= goal).to(tl.int32), 0), tl.max(tl.where(kept > 0, n, 0), 0))
-                passed = tl.max(tl.where(n < span, along, 0.0), 0)
-                past = tl.sum(tl.where(n < span, equal, 0), 0)
-                token = vocab
-                final = 0
-                base = span * 4 * BLOCK
-                end = tl.minimum(vocab, base + 4 * BLOCK)
-                while (base < end) & (token == vocab):
-                    i = base + tl.arange(0, BLOCK)
-                    s = _scores(line, bits, mask, i, vocab)
-                    tied = (s == edge).to(tl.int32)
-                    w = tl.where(s > float("-inf"), _weight(s, peak, rate), 0.0)
-                    stays = (s > edge) | ((tied == 1) & (past + tl.cumsum(tied, 0) <= ties))
-                    w = tl.where(stays & (w >= min_p), w, 0.0)
-                    reached = passed + tl.cumsum(w.to(tl.float64), 0)
-                    token = tl.min(tl.where((reached > goal) & (w > 0), i, vocab), 0)
-                    final = tl.maximum(final, tl.max(tl.where(w > 0, i, 0), 0))
-                    passed += tl.sum(w.to(tl.float64), 0)
-                    past += tl.sum(tied, 0)
-                    base += BLOCK
-                if token == vocab:
-                    token = final
+                parts = tl.load(floats + at + 1, mask=c < PIECES, other=0.0) * weight_of(tops, peak, rate)
+                weights = tl.where(c < PIECES, parts, 0.0).to(tl.float64)
+                same = c * 0
+            along = tl.cumsum(weights, 0)
+            goal = tl.load(row_floats + index * 4 + 3) * tl.max(along, 0)
+            piece = tl.minimum(tl.sum((along <= goal).to(tl.int32), 0), tl.max(tl.where(weights > 0, c, 0), 0))
+            passed = tl.max(tl.where(c < piece, along, 0.0), 0)
+            past = tl.sum(tl.where(c < piece, same, 0), 0)
+            line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
+            i = piece * PIECE + tl.arange(0, PIECE)
+            s = scores_of(line, bits, mask, i, vocab)
+            w = tl.where(s > float("-inf"), weight_of(s, peak, rate), 0.0)
+            if is_filtered(row_ints, row_floats, index):
+                tied = (s == edge).to(tl.int32)
+                stays = (s > edge) | ((tied == 1) & (past + tl.cumsum(tied, 0) <= stay))
+                w = tl.where(stays & (w >= min_p), w, 0.0)
+            reached = passed + tl.cumsum(w.to(tl.float64), 0)
+            token = tl.min(tl.where((reached > goal) & (w > 0), i, vocab), 0)
+            if token == vocab:  # the two sums differ in their last bits
+                token = tl.max(tl.where(w > 0, i, 0), 0)
     tl.store(tokens + index, token)

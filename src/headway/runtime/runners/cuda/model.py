@@ -24,6 +24,7 @@ from headway.kernels.triton import attention, fused, layout, quantized
 from headway.kernels.triton import matmul as tiled
 from headway.kernels.triton.attention import AttentionTile, PagedKV, Scratch, Splits
 from headway.kernels.triton.attention_parts import attend_shared
+from headway.kernels.triton.cuts import CutWorkspace
 from headway.kernels.triton.fp8.scaled_rows import Unscaled
 from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.launch import can_go_ahead
@@ -71,6 +72,7 @@ class CudaModel:
         self._inv_freq = _frequencies(decoder, self._rope_sets)
         self._softmax = [(layer.softmax.get("cap", 0.0), _wide(layer.softmax.get("sinks"))) for layer in decoder.layers]
         self._scratch: dict[Splits, list[Scratch]] = {}
+        self.cuts: CutWorkspace | None = None  # of samplers with filters, once there are any
         self.sampled = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens that decode rows refer to
         c = decoder.config
         self._latent: LatentRows | None = None

@@ -17,6 +17,7 @@ from headway.base.rng import uniforms
 from headway.base.specs.samplers import Sampling
 from headway.kernels.transfer import to_device
 from headway.kernels.triton import sampling
+from headway.kernels.triton.cuts import CutWorkspace, Kinds, make_cut_workspace
 from headway.kernels.triton.sampling import SAMPLER_FLOATS, SAMPLER_INTS, SamplerArrays
 from headway.runtime.passes import Readout
 from headway.runtime.readout import Ask
@@ -54,6 +55,7 @@ class CudaDraws:
         self._floats = Upload(MOST * SAMPLER_FLOATS, torch.float64, device)
         self._masks = Upload(self._words, torch.int32, device)
         self._found = sampling.make_workspace(MOST, vocab, device)
+        self._kinds = Kinds()  # of what was filled in last
         self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._done = StreamPoint(device)
         self.ways: dict[int, tuple[Sampling, Way]] = {}  # by identity
@@ -70,17 +72,24 @@ class CudaDraws:
             self._floats.device[: size * SAMPLER_FLOATS].view(size, SAMPLER_FLOATS),
             self._masks.device.view(-1, self._words),
         )
-        key = ("draw", size, self._masks.device.data_ptr(), logits.data_ptr(), self._name) if lasting else None
-        self._graphs.run(key, lambda: self._choose(logits, asks, size))
+        kinds, cuts = self._kinds, self._cuts()
+        key = ("draw", size, *kinds, self._masks.device.data_ptr(), logits.data_ptr(), self._name)
+        self._graphs.run(key if lasting else None, lambda: self._choose(logits, asks, size, cuts, kinds))
         self._done.record()
+
+    def _cuts(self) -> CutWorkspace | None:
+        """What filters need, once any are on. Readers share it: what they launch comes one after the other."""
+        if self._kinds.filters and self.model.cuts is None:
+            self.model.cuts = make_cut_workspace(MOST, self.model.config.vocab_size, self.model.device)
+        return self.model.cuts
 
     def wait(self, count: int) -> list[int]:
         """The tokens, once they are there."""
         self._done.wait()
         return self._tokens[:count].tolist()
 
-    def _choose(self, logits: Tensor, asks: SamplerArrays, size: int) -> None:
-        sampling.sample(logits, asks, self._found)
+    def _choose(self, logits: Tensor, asks: SamplerArrays, size: int, cuts: CutWorkspace | None, kinds: Kinds) -> None:
+        sampling.sample(logits, asks, self._found, cuts, kinds)
         self._tokens[:size].copy_(self._found.tokens[:size], non_blocking=True)
 
     def fill(
@@ -96,6 +105,7 @@ class CudaDraws:
         ints[:count, 1] = [way.top_k for way in ways]
         ints[:count, 2] = masks if len(masks) else -1
         floats[:count, :3] = [way.numbers for way in ways]
+        self._kinds = _kinds(ints[:count, 1], floats[:count], self.model.config.vocab_size)
         if any(way.numbers[0] > 0 for way in ways):
             seeds, ordinals = (
                 np.array(n, np.uint64) for n in zip(*((r.seed, r.ordinal) for r in readouts), strict=True)
@@ -175,3 +185,11 @@ class CudaDraws:
             whole = (to_device(part, torch.int32, device) for part in (rows, ends, ids))
             exact = (to_device(part, torch.float64, device) for part in (amounts, ways))
             sampling.adjust(logits, *whole, *exact)
+
+
+def _kinds(top_k: np.ndarray, numbers: np.ndarray, vocab: int) -> Kinds:
+    """What samplers with these top-k [A] and numbers (temperature, top-p, min-p) [A, …] ask for."""
+    drawn = numbers[:, 0] > 0
+    ranks, nucleus = (top_k > 0) & (top_k < vocab) & drawn, (numbers[:, 1] < 1) & drawn
+    filters = (top_k > 0) | (numbers[:, 1] < 1) | (numbers[:, 2] > 0)
+    return Kinds(bool(ranks.any()), bool(nucleus.any()), bool((filters & drawn).any()))

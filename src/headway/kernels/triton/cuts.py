@@ -1,0 +1,477 @@
+"""Where top-k and top-p cut rows of logits: found by a few passes over all rows at once, never by sorting.
+
+    narrow    how much of a row is above each of 16 levels, in pieces; twice, the second time between two of the first
+    collect   the few scores between the two levels that the cut is between
+    settle    the edge among them: the smallest score above which there is less than is wanted
+    weigh     how much of each piece stays
+
+"How much" is the number of scores for top-k, and their weight for top-p, which comes after it. Weights are relative to
+the row's largest. A row with too many scores near the edge (ties), or with an infinite one, is searched by one program.
+No result depends on other rows.
+"""
+
+# ruff: noqa: PLR0917, SIM102
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.base.dataclass import dataclass
+
+PIECE = 4096  # logits per program
+BLOCK = 2048  # logits per vector where one program reads a whole row, four vectors at a time
+LEVELS = 16
+NEAR = 256  # scores of a piece near the edge, at most
+LOW, HIGH, ABOVE, GOAL, MARKS = 0, 1, 2, 3, 4
+
+
+class Kinds(NamedTuple):
+    """What samplers of a step ask for, so that nothing is launched for what none does."""
+
+    top_k: bool = True
+    top_p: bool = True
+    filters: bool = True  # those, or min-p
+
+
+@dataclass(frozen=True, eq=False)
+class CutWorkspace:
+    """Room for A rows. `edges` and `ties`: scores above the edge stay, and the first ties at it."""
+
+    levels: Tensor  # [2, A, LEVELS] float32
+    amounts: Tensor  # [2, A, pieces, LEVELS] float32: what is above them
+    near: Tensor  # [A, pieces, NEAR] float32
+    counts: Tensor  # [A, pieces] int32: how many of them
+    marks: Tensor  # [A, MARKS] float64: the levels that the edge is between, what is above them, and what is wanted
+    edges: Tensor  # [A] float32
+    ties: Tensor  # [A] int32
+    kept: Tensor  # [A, pieces] float32: the weight that stays, without ties
+    equal: Tensor  # [A, pieces] int32: how many scores are at the edge
+
+
+def make_cut_workspace(count: int, vocab: int, device: torch.device) -> CutWorkspace:
+    """A workspace for `count` rows."""
+    pieces = triton.cdiv(vocab, PIECE)
+
+    def room(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    return CutWorkspace(
+        levels=room(2, count, LEVELS),
+        amounts=room(2, count, pieces, LEVELS),
+        near=room(count, pieces, NEAR),
+        counts=room(count, pieces, dtype=torch.int32),
+        marks=room(count, MARKS, dtype=torch.float64),
+        edges=room(count),
+        ties=room(count, dtype=torch.int32),
+        kept=room(count, pieces),
+        equal=room(count, pieces, dtype=torch.int32),
+    )
+
+
+def find_cuts(
+    logits: Tensor,
+    row_ints: Tensor,
+    row_floats: Tensor,
+    masks: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    cuts: CutWorkspace,
+    kinds: Kinds,
+) -> None:
+    """The cuts of rows that have been scanned (sampling.py), and what stays of their pieces."""
+    count, vocab, words = row_ints.shape[0], logits.shape[1], masks.shape[1]
+    pieces = triton.cdiv(vocab, PIECE)
+    row = logits, row_ints, row_floats, masks, floats, ints
+    sizes = logits.stride(0), vocab, words
+    shape = {"PIECES": pieces, "WIDE": triton.next_power_of_2(pieces), "PIECE": PIECE}
+    levels, amounts = cuts.levels, cuts.amounts
+    for mass in (False, True):
+        if not (kinds.top_p if mass else kinds.top_k):
+            continue
+        how = {**shape, "LEVELS": LEVELS, "MASS": mass}
+        for again in (False, True):
+            _narrow[(count, pieces)](
+                *row, levels[0], amounts[0], levels[1 * again], amounts[1 * again], cuts.edges, cuts.ties, *sizes,
+                AGAIN=again, **how, num_warps=4,
+            )  # fmt: skip
+        _collect[(count, pieces)](
+            *row, levels[0], amounts[0], levels[1], amounts[1], cuts.near, cuts.counts, cuts.marks, cuts.edges,
+            cuts.ties, *sizes, NEAR=NEAR, **how, num_warps=4,
+        )  # fmt: skip
+        _settle[(count,)](
+            *row, cuts.near, cuts.counts, cuts.marks, cuts.edges, cuts.ties, *sizes,
+            NEAR=NEAR, BLOCK=BLOCK, MASS=mass, **shape, num_warps=16,
+        )  # fmt: skip
+    if kinds.filters:
+        _weigh[(count, pieces)](
+            *row, cuts.edges, cuts.ties, cuts.kept, cuts.equal, *sizes, **shape, num_warps=4
+        )  # fmt: skip
+
+
+@triton.jit
+def scores_of(logits, masks, mask, i, vocab):
+    """The scores of tokens i; -inf for those masked or outside the vocabulary."""
+    s = tl.load(logits + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    if mask >= 0:
+        bits = tl.load(masks + i // 32, mask=i < vocab, other=0)
+        s = tl.where(((bits >> (i % 32)) & 1) == 1, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def weight_of(s, peak, rate):
+    """Weights relative to the largest, which is 1; rate is 1 / temperature."""
+    return tl.where(s == peak, 1.0, tl.exp((s - peak) * rate))
+
+
+@triton.jit
+def line_of(logits, row_ints, masks, index, stride, words):
+    """Where a row's logits are, its mask's index and where its bits are."""
+    mask = tl.load(row_ints + index * 3 + 2)
+    line = logits + tl.load(row_ints + index * 3).to(tl.int64) * stride
+    return line, mask, masks + tl.maximum(mask, 0).to(tl.int64) * words
+
+
+@triton.jit
+def scanned(floats, ints, index, PIECES: tl.constexpr, WIDE: tl.constexpr):
+    """A row's largest and smallest finite score, how many are finite, and whether there is a NaN."""
+    c = tl.arange(0, WIDE)
+    at = (index * PIECES + c) * 3
+    peak = tl.max(tl.load(floats + at, mask=c < PIECES, other=float("-inf")), 0)
+    low = tl.min(tl.load(floats + at + 2, mask=c < PIECES, other=float("inf")), 0)
+    bad = tl.max(tl.load(ints + at + 1, mask=c < PIECES, other=0), 0)
+    alive = tl.sum(tl.load(ints + at + 2, mask=c < PIECES, other=0), 0)
+    return peak, low, alive, bad
+
+
+@triton.jit
+def _is_asked(row_ints, row_floats, index, peak, alive, bad, MASS: tl.constexpr):
+    """Whether a row is cut: by top-p, or by top-k."""
+    drawn = (tl.load(row_ints + index * 3) >= 0) & (tl.load(row_floats + index * 4) > 0)
+    drawn = drawn & (bad == 0) & (peak > float("-inf"))
+    top_k = tl.load(row_ints + index * 3 + 1)
+    if MASS:
+        cut = tl.load(row_floats + index * 4 + 1) < 1.0
+    else:
+        cut = (top_k > 0) & (top_k < alive)
+    return drawn & cut
+
+
+@triton.jit
+def _total(floats, index, peak, rate, PIECES: tl.constexpr, WIDE: tl.constexpr):
+    """The weight of a whole row."""
+    c = tl.arange(0, WIDE)
+    at = (index * PIECES + c) * 3
+    tops = tl.load(floats + at, mask=c < PIECES, other=float("-inf"))
+    parts = tl.load(floats + at + 1, mask=c < PIECES, other=0.0) * weight_of(tops, peak, rate)
+    return tl.sum(tl.where(c < PIECES, parts, 0.0).to(tl.float64), 0)
+
+
+@triton.jit
+def _above(amounts, index, PIECES: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr):
+    """What is above each level [LEVELS] float64."""
+    c, j = tl.arange(0, WIDE)[:, None], tl.arange(0, LEVELS)[None, :]
+    parts = tl.load(amounts + (index * PIECES + c) * LEVELS + j, mask=c < PIECES, other=0.0)
+    return tl.sum(parts.to(tl.float64), 0)
+
+
+@triton.jit
+def _goal(
+    row_ints, row_floats, floats, above, edges, ties, index, alive, peak, rate,
+    PIECES: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """How much there must be less of above the edge. After top-k the last level is its edge."""
+    top_k = tl.load(row_ints + index * 3 + 1)
+    goal = top_k.to(tl.float64)
+    if MASS:
+        total = _total(floats, index, peak, rate, PIECES, WIDE)
+        if (top_k > 0) & (top_k < alive):
+            one = weight_of(tl.load(edges + index), peak, rate).to(tl.float64)
+            last = tl.sum(tl.where(tl.arange(0, LEVELS) == LEVELS - 1, above, 0.0), 0)
+            total = last + one * tl.load(ties + index)
+        goal = tl.load(row_floats + index * 4 + 1) * total
+    return goal
+
+
+@triton.jit
+def _between(levels, above, goal, low, high, over):
+    """The levels that the edge is between, which is above the first, and what is above the second."""
+    less = above < goal
+    low = tl.maximum(low, tl.max(tl.where(less, low, levels), 0))
+    high = tl.minimum(high, tl.min(tl.where(less, levels, high), 0))
+    return low, high, tl.maximum(over, tl.max(tl.where(less, above, 0.0), 0))
+
+
+@triton.jit
+def _narrow(
+    logits, row_ints, row_floats, masks, floats, ints, levels0, amounts0, levels, amounts, edges, ties,
+    stride, vocab, words,
+    AGAIN: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, LEVELS: tl.constexpr,
+    MASS: tl.constexpr,
+):  # fmt: skip
+    index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
+    if _is_asked(row_ints, row_floats, index, peak, alive, bad, MASS) & (peak < float("inf")):
+        rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
+        j = tl.arange(0, LEVELS)
+        if AGAIN:
+            above = _above(amounts0, index, PIECES, WIDE, LEVELS)
+            goal = _goal(
+                row_ints, row_floats, floats, above, edges, ties, index, alive, peak, rate, PIECES, WIDE, LEVELS, MASS
+            )
+            start = low - tl.maximum(tl.abs(low), 1.0) * 1e-6  # below all scores
+            left, right, _ = _between(tl.load(levels0 + index * LEVELS + j), above, goal, start, peak, 0.0)
+            wanted = left + (right - left) * ((j + 1).to(tl.float32) / (LEVELS + 1))
+        else:
+            n = (j + 1).to(tl.float32)
+            step = (peak - low) / (LEVELS + 1)
+            if MASS:
+                wanted = tl.maximum(peak - tl.minimum(n / rate, n * step), low)
+                top_k = tl.load(row_ints + index * 3 + 1)
+                if (top_k > 0) & (top_k < alive):
+                    wanted = tl.where(j == LEVELS - 1, tl.load(edges + index), wanted)
+            else:
+                wanted = tl.maximum(peak - tl.minimum(n * n / 8, n * step), low)
+        line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
+        s = scores_of(line, bits, mask, piece * PIECE + tl.arange(0, PIECE), vocab)
+        w = weight_of(s, peak, rate) if MASS else tl.full((PIECE,), 1.0, tl.float32)
+        found = tl.zeros((LEVELS,), tl.float32)
+        for n in tl.static_range(LEVELS):
+            level = tl.sum(tl.where(j == n, wanted, 0.0), 0)
+            found = tl.where(j == n, tl.sum(tl.where(s > level, w, 0.0), 0), found)
+        tl.store(amounts + (index * PIECES + piece) * LEVELS + j, found)
+        if piece == 0:
+            tl.store(levels + index * LEVELS + j, wanted)
+
+
+@triton.jit
+def _collect(
+    logits, row_ints, row_floats, masks, floats, ints, levels0, amounts0, levels1, amounts1, near, counts, marks,
+    edges, ties, stride, vocab, words,
+    NEAR: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, LEVELS: tl.constexpr,
+    MASS: tl.constexpr,
+):  # fmt: skip
+    index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
+    if _is_asked(row_ints, row_floats, index, peak, alive, bad, MASS) & (peak < float("inf")):
+        rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
+        j = tl.arange(0, LEVELS)
+        above = _above(amounts0, index, PIECES, WIDE, LEVELS)
+        goal = _goal(
+            row_ints, row_floats, floats, above, edges, ties, index, alive, peak, rate, PIECES, WIDE, LEVELS, MASS
+        )
+        start = low - tl.maximum(tl.abs(low), 1.0) * 1e-6
+        zero = goal * 0.0
+        left, right, over = _between(tl.load(levels0 + index * LEVELS + j), above, goal, start, peak, zero)
+        top_k, last = tl.load(row_ints + index * 3 + 1), tl.sum(tl.where(j == LEVELS - 1, above, 0.0), 0)
+        above = _above(amounts1, index, PIECES, WIDE, LEVELS)
+        left, right, over = _between(tl.load(levels1 + index * LEVELS + j), above, goal, left, right, over)
+        if MASS:
+            if (top_k > 0) & (top_k < alive) & (last < goal):  # all that top-k keeps stays
+                left, right, over = tl.load(edges + index), tl.load(edges + index), last
+        line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
+        s = scores_of(line, bits, mask, piece * PIECE + tl.arange(0, PIECE), vocab)
+        inside = (s > left) & (s <= right)
+        place = tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(near + (index * PIECES + piece) * NEAR + place, s, mask=inside & (place < NEAR))
+        tl.store(counts + index * PIECES + piece, tl.sum(inside.to(tl.int32), 0))
+        if piece == 0:
+            tl.store(marks + index * 4, left.to(tl.float64))
+            tl.store(marks + index * 4 + 1, right.to(tl.float64))
+            tl.store(marks + index * 4 + 2, over)
+            tl.store(marks + index * 4 + 3, goal)
+
+
+@triton.jit
+def _settle(
+    logits, row_ints, row_floats, masks, floats, ints, near, counts, marks, edges, ties, stride, vocab, words,
+    NEAR: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr,
+    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
+    if _is_asked(row_ints, row_floats, index, peak, alive, bad, MASS):
+        rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
+        top_k = tl.load(row_ints + index * 3 + 1)
+        line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
+        before, stay = low, alive
+        if MASS:
+            if (top_k > 0) & (top_k < alive):
+                before, stay = tl.load(edges + index), tl.load(ties + index)
+        c = tl.arange(0, WIDE)
+        most = tl.max(tl.load(counts + index * PIECES + c, mask=c < PIECES, other=0), 0)
+        if (peak < float("inf")) & (most <= NEAR):
+            p, n = c[:, None], tl.arange(0, NEAR)[None, :]
+            count = tl.load(counts + index * PIECES + p, mask=p < PIECES, other=0)
+            s = tl.load(near + (index * PIECES + p) * NEAR + n, mask=n < count, other=float("-inf"))
+            s = tl.reshape(s, (WIDE * NEAR,))
+            goal, base = tl.load(marks + index * 4 + 3), tl.load(marks + index * 4 + 2)
+            edge = tl.where(most > 0, _edge_near(s, goal - base, peak, rate, MASS), before)
+            over = base + tl.sum(_amount_above(s, edge, peak, rate, MASS).to(tl.float64), 0)
+        else:
+            goal = top_k.to(tl.float64)
+            if MASS:
+                total = _total(floats, index, peak, rate, PIECES, WIDE)
+                if (top_k > 0) & (top_k < alive):
+                    one = weight_of(before, peak, rate).to(tl.float64)
+                    total = _beyond(line, bits, mask, before, peak, rate, vocab, True, BLOCK) + one * stay
+                goal = tl.load(row_floats + index * 4 + 1) * total
+            edge = _edge(line, bits, mask, before, peak, goal, peak, rate, vocab, MASS, BLOCK)
+            over = _beyond(line, bits, mask, edge, peak, rate, vocab, MASS, BLOCK)
+        if MASS:
+            one = weight_of(edge, peak, rate).to(tl.float64)
+            enough = tl.maximum(1.0, tl.minimum(tl.ceil((goal - over) / one), 2.0e9)).to(tl.int32)
+            stay = tl.where(edge > before, enough, tl.minimum(stay, enough))
+        else:
+            stay = top_k - over.to(tl.int32)
+        tl.store(edges + index, edge)
+        tl.store(ties + index, stay)
+
+
+@triton.jit
+def cut_of(row_ints, row_floats, edges, ties, index, low, alive):
+    """A row's edge, and how many ties at it stay."""
+    top_k = tl.load(row_ints + index * 3 + 1)
+    edge, stay = low, alive
+    if ((top_k > 0) & (top_k < alive)) | (tl.load(row_floats + index * 4 + 1) < 1.0):
+        edge, stay = tl.load(edges + index), tl.load(ties + index)
+    return edge, stay
+
+
+@triton.jit
+def is_filtered(row_ints, row_floats, index):
+    """Whether a row has top-k, top-p or min-p."""
+    top_k, top_p = tl.load(row_ints + index * 3 + 1), tl.load(row_floats + index * 4 + 1)
+    return (top_k > 0) | (top_p < 1.0) | (tl.load(row_floats + index * 4 + 2) > 0)
+
+
+@triton.jit
+def _weigh(
+    logits, row_ints, row_floats, masks, floats, ints, edges, ties, kept, equal, stride, vocab, words,
+    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
+    drawn = (tl.load(row_ints + index * 3) >= 0) & (tl.load(row_floats + index * 4) > 0) & (bad == 0)
+    if drawn & (peak > float("-inf")) & is_filtered(row_ints, row_floats, index):
+        rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
+        min_p = tl.load(row_floats + index * 4 + 2).to(tl.float32)
+        edge, _ = cut_of(row_ints, row_floats, edges, ties, index, low, alive)
+        line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
+        s = scores_of(line, bits, mask, piece * PIECE + tl.arange(0, PIECE), vocab)
+        w = weight_of(s, peak, rate)
+        tl.store(kept + index * PIECES + piece, tl.sum(tl.where((s > edge) & (w >= min_p), w, 0.0), 0))
+        tl.store(equal + index * PIECES + piece, tl.sum((s == edge).to(tl.int32), 0))
+
+
+# -- the edge ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _amount_above(s, level, peak, rate, MASS: tl.constexpr):
+    """1, or its weight, for every score above a level."""
+    return tl.where(s > level, weight_of(s, peak, rate) if MASS else 1.0, 0.0)
+
+
+@triton.jit
+def _seen(s, level, peak, rate, amount, up, down, MASS: tl.constexpr):
+    """Adds scores to the amount above a level, the smallest score above it, and the largest not above it."""
+    over = s > level
+    amount += _amount_above(s, level, peak, rate, MASS)
+    up = tl.minimum(up, tl.where(over, s, float("inf")))
+    return amount, up, tl.maximum(down, tl.where(over, float("-inf"), s))
+
+
+@triton.jit
+def _between_three(low, high):
+    """Three levels between two scores."""
+    half = low + (high - low) * 0.5
+    half = tl.where(half < high, half, low)
+    left = tl.where(half > low, low + (half - low) * 0.5, low)
+    right = half + (high - half) * 0.5
+    return left, half, tl.where(right < high, right, half)
+
+
+@triton.jit
+def _edge_near(s, goal, peak, rate, MASS: tl.constexpr):
+    """The smallest of these scores above which there is less than `goal` of them; -inf are none of them."""
+    low = tl.min(tl.where(s > float("-inf"), s, float("inf")), 0)
+    high = tl.max(s, 0)
+    while low < high:
+        left, half, right = _between_three(low, high)
+        zero, most = tl.zeros_like(s), tl.full(s.shape, float("inf"), tl.float32)
+        n0, up0, down0 = _seen(s, left, peak, rate, zero, most, -most, MASS)
+        n1, up1, down1 = _seen(s, half, peak, rate, zero, most, -most, MASS)
+        n2, up2, down2 = _seen(s, right, peak, rate, zero, most, -most, MASS)
+        if tl.sum(n2.to(tl.float64), 0) >= goal:
+            low = tl.min(up2, 0)
+        elif tl.sum(n1.to(tl.float64), 0) >= goal:
+            low, high = tl.min(up1, 0), tl.max(down2, 0)
+        elif tl.sum(n0.to(tl.float64), 0) >= goal:
+            low, high = tl.min(up0, 0), tl.max(down1, 0)
+        else:
+            high = tl.max(down0, 0)
+    return low
+
+
+@triton.jit
+def _four(logits, masks, mask, base, vocab, BLOCK: tl.constexpr):
+    """The scores of four blocks from a token on: their loads overlap."""
+    i = base + tl.arange(0, BLOCK)
+    a, b = scores_of(logits, masks, mask, i, vocab), scores_of(logits, masks, mask, i + BLOCK, vocab)
+    c = scores_of(logits, masks, mask, i + 2 * BLOCK, vocab)
+    return a, b, c, scores_of(logits, masks, mask, i + 3 * BLOCK, vocab)
+
+
+@triton.jit
+def _beyond(line, masks, mask, level, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The number of scores above a level, or their total weight."""
+    amount = tl.zeros((BLOCK,), tl.float32)
+    for base in range(0, vocab, 4 * BLOCK):
+        a, b, c, d = _four(line, masks, mask, base, vocab, BLOCK)
+        amount += _amount_above(a, level, peak, rate, MASS) + _amount_above(b, level, peak, rate, MASS)
+        amount += _amount_above(c, level, peak, rate, MASS) + _amount_above(d, level, peak, rate, MASS)
+    return tl.sum(amount.to(tl.float64), 0)
+
+
+@triton.jit
+def _seen_of_four(a, b, c, d, level, peak, rate, amount, up, down, MASS: tl.constexpr):
+    amount, up, down = _seen(a, level, peak, rate, amount, up, down, MASS)
+    amount, up, down = _seen(b, level, peak, rate, amount, up, down, MASS)
+    amount, up, down = _seen(c, level, peak, rate, amount, up, down, MASS)
+    return _seen(d, level, peak, rate, amount, up, down, MASS)
+
+
+@triton.jit
+def _edge(line, masks, mask, low, high, goal, peak, rate, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest score of the row above which there is less than `goal`, between the scores `low` and `high`.
+
+    Each pass over the row compares with three levels between them; the next interval again ends at scores of the row.
+    Sums are kept per lane of a block until the end of a pass.
+    """
+    while low < high:
+        left, half, right = _between_three(low, high)
+        n0 = tl.zeros((BLOCK,), tl.float32)
+        n1, n2 = n0, n0
+        up0 = tl.full((BLOCK,), float("inf"), tl.float32)
+        up1, up2 = up0, up0
+        down0 = tl.full((BLOCK,), float("-inf"), tl.float32)
+        down1, down2 = down0, down0
+        for base in range(0, vocab, 4 * BLOCK):
+            a, b, c, d = _four(line, masks, mask, base, vocab, BLOCK)
+            n0, up0, down0 = _seen_of_four(a, b, c, d, left, peak, rate, n0, up0, down0, MASS)
+            n1, up1, down1 = _seen_of_four(a, b, c, d, half, peak, rate, n1, up1, down1, MASS)
+            n2, up2, down2 = _seen_of_four(a, b, c, d, right, peak, rate, n2, up2, down2, MASS)
+        if tl.sum(n2.to(tl.float64), 0) >= goal:
+            low = tl.min(up2, 0)
+        elif tl.sum(n1.to(tl.float64), 0) >= goal:
+            low, high = tl.min(up1, 0), tl.max(down2, 0)
+        elif tl.sum(n0.to(tl.float64), 0) >= goal:
+            low, high = tl.min(up0, 0), tl.max(down1, 0)
+        else:
+            high = tl.max(down0, 0)
+    return low
