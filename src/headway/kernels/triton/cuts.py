@@ -1,9 +1,10 @@
 """Where top-k and top-p cut rows of logits: found by a few passes over all rows at once, never by sorting.
 
-    narrow    how much of a row is above each of 16 levels, in pieces; twice, the second time between two of the first
+    aim       16 levels of a row; the second time between two of the first
+    narrow    how much of the row is above each, in pieces
     collect   the few scores between the two levels that the cut is between
     settle    the edge among them: the smallest score above which there is less than is wanted
-    weigh     how much of each piece stays
+    weigh     how much of each piece stays, where settle has not said so
 
 "How much" is the number of scores for top-k, and their weight for top-p, which comes after it. Weights are relative to
 the row's largest. A row with too many scores near the edge (ties), or with an infinite one, is searched by one program.
@@ -24,9 +25,9 @@ from headway.base.dataclass import dataclass
 
 PIECE = 4096  # logits per program
 BLOCK = 2048  # logits per vector where one program reads a whole row, four vectors at a time
-LEVELS = 16
+FIRST_LEVELS, LEVELS = 8, 16
 NEAR = 256  # scores of a piece near the edge, at most
-LOW, HIGH, ABOVE, GOAL, MARKS = 0, 1, 2, 3, 4
+LOW, HIGH, ABOVE, GOAL, PEAK, SEARCHED, MARKS = 0, 1, 2, 3, 4, 5, 6
 
 
 class Kinds(NamedTuple):
@@ -41,15 +42,16 @@ class Kinds(NamedTuple):
 class CutWorkspace:
     """Room for A rows. `edges` and `ties`: scores above the edge stay, and the first ties at it."""
 
-    levels: Tensor  # [2, A, LEVELS] float32
-    amounts: Tensor  # [2, A, pieces, LEVELS] float32: what is above them
+    levels: Tensor  # [A, LEVELS] float32
+    amounts: Tensor  # [A, pieces, LEVELS] float32: what is above them
     near: Tensor  # [A, pieces, NEAR] float32
     counts: Tensor  # [A, pieces] int32: how many of them
-    marks: Tensor  # [A, MARKS] float64: the levels that the edge is between, what is above them, and what is wanted
+    marks: Tensor  # [A, MARKS] float64: the levels that the edge is between, what is above, what is wanted, the peak
     edges: Tensor  # [A] float32
     ties: Tensor  # [A] int32
     kept: Tensor  # [A, pieces] float32: the weight that stays, without ties
     equal: Tensor  # [A, pieces] int32: how many scores are at the edge
+    decided: Tensor  # [A] int32: whether these two are known
 
 
 def make_cut_workspace(count: int, vocab: int, device: torch.device) -> CutWorkspace:
@@ -60,8 +62,8 @@ def make_cut_workspace(count: int, vocab: int, device: torch.device) -> CutWorks
         return torch.empty(*size, dtype=dtype, device=device)
 
     return CutWorkspace(
-        levels=room(2, count, LEVELS),
-        amounts=room(2, count, pieces, LEVELS),
+        levels=room(count, LEVELS),
+        amounts=room(count, pieces, LEVELS),
         near=room(count, pieces, NEAR),
         counts=room(count, pieces, dtype=torch.int32),
         marks=room(count, MARKS, dtype=torch.float64),
@@ -69,6 +71,7 @@ def make_cut_workspace(count: int, vocab: int, device: torch.device) -> CutWorks
         ties=room(count, dtype=torch.int32),
         kept=room(count, pieces),
         equal=room(count, pieces, dtype=torch.int32),
+        decided=room(count, dtype=torch.int32),
     )
 
 
@@ -85,30 +88,35 @@ def find_cuts(
     """The cuts of rows that have been scanned (sampling.py), and what stays of their pieces."""
     count, vocab, words = row_ints.shape[0], logits.shape[1], masks.shape[1]
     pieces = triton.cdiv(vocab, PIECE)
-    row = logits, row_ints, row_floats, masks, floats, ints
-    sizes = logits.stride(0), vocab, words
-    shape = {"PIECES": pieces, "WIDE": triton.next_power_of_2(pieces), "PIECE": PIECE}
-    levels, amounts = cuts.levels, cuts.amounts
-    for mass in (False, True):
-        if not (kinds.top_p if mass else kinds.top_k):
-            continue
-        how = {**shape, "LEVELS": LEVELS, "MASS": mass}
-        for again in (False, True):
-            _narrow[(count, pieces)](
-                *row, levels[0], amounts[0], levels[1 * again], amounts[1 * again], cuts.edges, cuts.ties, *sizes,
-                AGAIN=again, **how, num_warps=4,
+    row, sizes = (logits, row_ints, row_floats, masks), (logits.stride(0), vocab, words)
+    search = cuts.levels, cuts.amounts, cuts.marks
+    result = cuts.edges, cuts.ties, cuts.kept, cuts.equal, cuts.decided
+    shape = {"PIECES": pieces, "WIDE": triton.next_power_of_2(pieces)}
+    for mass in [mass for mass, asked in enumerate((kinds.top_k, kinds.top_p)) if asked]:
+        before = 0
+        for levels in (FIRST_LEVELS, LEVELS, 0):
+            _aim[(count,)](
+                row_ints, row_floats, floats, ints, *search, cuts.edges, cuts.ties, cuts.decided,
+                FIRST=not (mass and kinds.top_k), BEFORE=before, LEVELS=levels or LEVELS, ROOM=LEVELS, MASS=mass == 1,
+                **shape, num_warps=1,
             )  # fmt: skip
+            if levels:
+                _narrow[(count, pieces)](
+                    *row, *search, *sizes,
+                    MASS=mass == 1, PIECES=pieces, PIECE=PIECE, LEVELS=levels, ROOM=LEVELS, num_warps=4,
+                )  # fmt: skip
+            before = levels
         _collect[(count, pieces)](
-            *row, levels[0], amounts[0], levels[1], amounts[1], cuts.near, cuts.counts, cuts.marks, cuts.edges,
-            cuts.ties, *sizes, NEAR=NEAR, **how, num_warps=4,
+            *row, cuts.marks, cuts.near, cuts.counts, cuts.kept, *sizes,
+            NEAR=NEAR, PIECES=pieces, PIECE=PIECE, num_warps=8,
         )  # fmt: skip
         _settle[(count,)](
-            *row, cuts.near, cuts.counts, cuts.marks, cuts.edges, cuts.ties, *sizes,
-            NEAR=NEAR, BLOCK=BLOCK, MASS=mass, **shape, num_warps=16,
+            *row, floats, ints, cuts.near, cuts.counts, cuts.marks, *result, *sizes,
+            NEAR=NEAR, BLOCK=BLOCK, MASS=mass == 1, **shape, num_warps=16,
         )  # fmt: skip
     if kinds.filters:
         _weigh[(count, pieces)](
-            *row, cuts.edges, cuts.ties, cuts.kept, cuts.equal, *sizes, **shape, num_warps=4
+            *row, floats, ints, *result, *sizes, CUT=kinds.top_k or kinds.top_p, PIECE=PIECE, **shape, num_warps=4
         )  # fmt: skip
 
 
@@ -172,29 +180,11 @@ def _total(floats, index, peak, rate, PIECES: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _above(amounts, index, PIECES: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr):
+def _above(amounts, index, PIECES: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr):
     """What is above each level [LEVELS] float64."""
     c, j = tl.arange(0, WIDE)[:, None], tl.arange(0, LEVELS)[None, :]
-    parts = tl.load(amounts + (index * PIECES + c) * LEVELS + j, mask=c < PIECES, other=0.0)
+    parts = tl.load(amounts + (index * PIECES + c) * ROOM + j, mask=c < PIECES, other=0.0)
     return tl.sum(parts.to(tl.float64), 0)
-
-
-@triton.jit
-def _goal(
-    row_ints, row_floats, floats, above, edges, ties, index, alive, peak, rate,
-    PIECES: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
-    """How much there must be less of above the edge. After top-k the last level is its edge."""
-    top_k = tl.load(row_ints + index * 3 + 1)
-    goal = top_k.to(tl.float64)
-    if MASS:
-        total = _total(floats, index, peak, rate, PIECES, WIDE)
-        if (top_k > 0) & (top_k < alive):
-            one = weight_of(tl.load(edges + index), peak, rate).to(tl.float64)
-            last = tl.sum(tl.where(tl.arange(0, LEVELS) == LEVELS - 1, above, 0.0), 0)
-            total = last + one * tl.load(ties + index)
-        goal = tl.load(row_floats + index * 4 + 1) * total
-    return goal
 
 
 @triton.jit
@@ -207,90 +197,111 @@ def _between(levels, above, goal, low, high, over):
 
 
 @triton.jit
-def _narrow(
-    logits, row_ints, row_floats, masks, floats, ints, levels0, amounts0, levels, amounts, edges, ties,
-    stride, vocab, words,
-    AGAIN: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, LEVELS: tl.constexpr,
-    MASS: tl.constexpr,
+def _aim(
+    row_ints, row_floats, floats, ints, levels, amounts, marks, edges, ties, decided,
+    FIRST: tl.constexpr, BEFORE: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr,
+    PIECES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """A row's next levels, between two of those BEFORE, if there were any. Of top-p after top-k the last of the first
+    ones is the edge of top-k."""
+    index = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, LEVELS)
     peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
-    if _is_asked(row_ints, row_floats, index, peak, alive, bad, MASS) & (peak < float("inf")):
+    asked = _is_asked(row_ints, row_floats, index, peak, alive, bad, MASS) & (peak < float("inf"))
+    mark = marks + index * 6
+    if FIRST:
+        tl.store(decided + index, 0)
+    if BEFORE == 0:
+        tl.store(mark + 5, asked.to(tl.float64))
+    if asked:
+        top_k = tl.load(row_ints + index * 3 + 1)
+        after = top_k < 0
+        if MASS:
+            after = (top_k > 0) & (top_k < alive)
         rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
-        j = tl.arange(0, LEVELS)
-        if AGAIN:
-            above = _above(amounts0, index, PIECES, WIDE, LEVELS)
-            goal = _goal(
-                row_ints, row_floats, floats, above, edges, ties, index, alive, peak, rate, PIECES, WIDE, LEVELS, MASS
-            )
-            start = low - tl.maximum(tl.abs(low), 1.0) * 1e-6  # below all scores
-            left, right, _ = _between(tl.load(levels0 + index * LEVELS + j), above, goal, start, peak, 0.0)
-            wanted = left + (right - left) * ((j + 1).to(tl.float32) / (LEVELS + 1))
+        n = (j + 1).to(tl.float32)
+        if BEFORE > 0:
+            left, right = tl.load(mark).to(tl.float32), tl.load(mark + 1).to(tl.float32)
+            over, goal = tl.load(mark + 2), tl.load(mark + 3)
+            i = tl.arange(0, BEFORE)
+            above = _above(amounts, index, PIECES, WIDE, BEFORE, ROOM)
+            if after & (goal < 0):  # what top-k keeps is known now
+                edge = tl.load(edges + index)
+                last = tl.sum(tl.where(i == BEFORE - 1, above, 0.0), 0)
+                total = last + weight_of(edge, peak, rate).to(tl.float64) * tl.load(ties + index)
+                goal = tl.load(row_floats + index * 4 + 1) * total
+                if last < goal:  # all of it stays
+                    left, right, over = edge, edge, last
+            if left < right:
+                left, right, over = _between(tl.load(levels + index * ROOM + i), above, goal, left, right, over)
+            wanted = left + (right - left) * (n / (LEVELS + 1))
         else:
-            n = (j + 1).to(tl.float32)
+            left, right, over = low - tl.maximum(tl.abs(low), 1.0) * 1e-6, peak, (top_k * 0).to(tl.float64)
             step = (peak - low) / (LEVELS + 1)
             if MASS:
-                wanted = tl.maximum(peak - tl.minimum(n / rate, n * step), low)
-                top_k = tl.load(row_ints + index * 3 + 1)
-                if (top_k > 0) & (top_k < alive):
+                goal = tl.load(row_floats + index * 4 + 1) * _total(floats, index, peak, rate, PIECES, WIDE)
+                wanted = tl.maximum(peak - tl.minimum((n + n * n / 8) / rate, n * step), low)
+                if after:
+                    goal = over - 1.0
                     wanted = tl.where(j == LEVELS - 1, tl.load(edges + index), wanted)
             else:
-                wanted = tl.maximum(peak - tl.minimum(n * n / 8, n * step), low)
+                goal = top_k.to(tl.float64)
+                wanted = tl.maximum(peak - tl.minimum(n * n / 2, n * step), low)
+        tl.store(mark, left.to(tl.float64))
+        tl.store(mark + 1, right.to(tl.float64))
+        tl.store(mark + 2, over)
+        tl.store(mark + 3, goal)
+        tl.store(mark + 4, peak.to(tl.float64))
+        tl.store(levels + index * ROOM + j, wanted)
+
+
+@triton.jit
+def _narrow(
+    logits, row_ints, row_floats, masks, levels, amounts, marks, stride, vocab, words,
+    MASS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(marks + index * 6 + 5) > 0:
         line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
         s = scores_of(line, bits, mask, piece * PIECE + tl.arange(0, PIECE), vocab)
-        w = weight_of(s, peak, rate) if MASS else tl.full((PIECE,), 1.0, tl.float32)
+        j = tl.arange(0, LEVELS)
         found = tl.zeros((LEVELS,), tl.float32)
+        if MASS:
+            rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
+            w = weight_of(s, tl.load(marks + index * 6 + 4).to(tl.float32), rate)
+        else:
+            w = tl.full((PIECE,), 1.0, tl.float32)
         for n in tl.static_range(LEVELS):
-            level = tl.sum(tl.where(j == n, wanted, 0.0), 0)
+            level = tl.load(levels + index * ROOM + n)
             found = tl.where(j == n, tl.sum(tl.where(s > level, w, 0.0), 0), found)
-        tl.store(amounts + (index * PIECES + piece) * LEVELS + j, found)
-        if piece == 0:
-            tl.store(levels + index * LEVELS + j, wanted)
+        tl.store(amounts + (index * PIECES + piece) * ROOM + j, found)
 
 
 @triton.jit
 def _collect(
-    logits, row_ints, row_floats, masks, floats, ints, levels0, amounts0, levels1, amounts1, near, counts, marks,
-    edges, ties, stride, vocab, words,
-    NEAR: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, LEVELS: tl.constexpr,
-    MASS: tl.constexpr,
+    logits, row_ints, row_floats, masks, marks, near, counts, kept, stride, vocab, words,
+    NEAR: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
-    if _is_asked(row_ints, row_floats, index, peak, alive, bad, MASS) & (peak < float("inf")):
-        rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
-        j = tl.arange(0, LEVELS)
-        above = _above(amounts0, index, PIECES, WIDE, LEVELS)
-        goal = _goal(
-            row_ints, row_floats, floats, above, edges, ties, index, alive, peak, rate, PIECES, WIDE, LEVELS, MASS
-        )
-        start = low - tl.maximum(tl.abs(low), 1.0) * 1e-6
-        zero = goal * 0.0
-        left, right, over = _between(tl.load(levels0 + index * LEVELS + j), above, goal, start, peak, zero)
-        top_k, last = tl.load(row_ints + index * 3 + 1), tl.sum(tl.where(j == LEVELS - 1, above, 0.0), 0)
-        above = _above(amounts1, index, PIECES, WIDE, LEVELS)
-        left, right, over = _between(tl.load(levels1 + index * LEVELS + j), above, goal, left, right, over)
-        if MASS:
-            if (top_k > 0) & (top_k < alive) & (last < goal):  # all that top-k keeps stays
-                left, right, over = tl.load(edges + index), tl.load(edges + index), last
+    if tl.load(marks + index * 6 + 5) > 0:
+        left, right = tl.load(marks + index * 6).to(tl.float32), tl.load(marks + index * 6 + 1).to(tl.float32)
         line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
         s = scores_of(line, bits, mask, piece * PIECE + tl.arange(0, PIECE), vocab)
         inside = (s > left) & (s <= right)
         place = tl.cumsum(inside.to(tl.int32), 0) - 1
         tl.store(near + (index * PIECES + piece) * NEAR + place, s, mask=inside & (place < NEAR))
-        tl.store(counts + index * PIECES + piece, tl.sum(inside.to(tl.int32), 0))
-        if piece == 0:
-            tl.store(marks + index * 4, left.to(tl.float64))
-            tl.store(marks + index * 4 + 1, right.to(tl.float64))
-            tl.store(marks + index * 4 + 2, over)
-            tl.store(marks + index * 4 + 3, goal)
+        tl.store(counts + index * PIECES + piece, tl.max(place, 0) + 1)
+        rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
+        min_p = tl.load(row_floats + index * 4 + 2).to(tl.float32)
+        w = weight_of(s, tl.load(marks + index * 6 + 4).to(tl.float32), rate)
+        tl.store(kept + index * PIECES + piece, tl.sum(tl.where((s > right) & (w >= min_p), w, 0.0), 0))
 
 
 @triton.jit
 def _settle(
-    logits, row_ints, row_floats, masks, floats, ints, near, counts, marks, edges, ties, stride, vocab, words,
-    NEAR: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr,
-    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr,
+    logits, row_ints, row_floats, masks, floats, ints, near, counts, marks, edges, ties, kept, equal, decided,
+    stride, vocab, words,
+    NEAR: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
@@ -308,11 +319,21 @@ def _settle(
             p, n = c[:, None], tl.arange(0, NEAR)[None, :]
             count = tl.load(counts + index * PIECES + p, mask=p < PIECES, other=0)
             s = tl.load(near + (index * PIECES + p) * NEAR + n, mask=n < count, other=float("-inf"))
+            table = s
             s = tl.reshape(s, (WIDE * NEAR,))
-            goal, base = tl.load(marks + index * 4 + 3), tl.load(marks + index * 4 + 2)
+            goal, base = tl.load(marks + index * 6 + 3), tl.load(marks + index * 6 + 2)
             edge = tl.where(most > 0, _edge_near(s, goal - base, peak, rate, MASS), before)
             over = base + tl.sum(_amount_above(s, edge, peak, rate, MASS).to(tl.float64), 0)
+            min_p = tl.load(row_floats + index * 4 + 2).to(tl.float32)
+            w = weight_of(table, peak, rate)
+            more = tl.sum(tl.where((table > edge) & (w >= min_p), w, 0.0), 1)
+            at = index * PIECES + c
+            tl.store(kept + at, tl.load(kept + at, mask=c < PIECES, other=0.0) + more, mask=c < PIECES)
+            if most > 0:
+                tl.store(equal + at, tl.sum((table == edge).to(tl.int32), 1), mask=c < PIECES)
+                tl.store(decided + index, 1)
         else:
+            tl.store(decided + index, 0)
             goal = top_k.to(tl.float64)
             if MASS:
                 total = _total(floats, index, peak, rate, PIECES, WIDE)
@@ -351,21 +372,24 @@ def is_filtered(row_ints, row_floats, index):
 
 @triton.jit
 def _weigh(
-    logits, row_ints, row_floats, masks, floats, ints, edges, ties, kept, equal, stride, vocab, words,
-    PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr,
+    logits, row_ints, row_floats, masks, floats, ints, edges, ties, kept, equal, decided, stride, vocab, words,
+    CUT: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     index, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
-    drawn = (tl.load(row_ints + index * 3) >= 0) & (tl.load(row_floats + index * 4) > 0) & (bad == 0)
-    if drawn & (peak > float("-inf")) & is_filtered(row_ints, row_floats, index):
-        rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
-        min_p = tl.load(row_floats + index * 4 + 2).to(tl.float32)
-        edge, _ = cut_of(row_ints, row_floats, edges, ties, index, low, alive)
-        line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
-        s = scores_of(line, bits, mask, piece * PIECE + tl.arange(0, PIECE), vocab)
-        w = weight_of(s, peak, rate)
-        tl.store(kept + index * PIECES + piece, tl.sum(tl.where((s > edge) & (w >= min_p), w, 0.0), 0))
-        tl.store(equal + index * PIECES + piece, tl.sum((s == edge).to(tl.int32), 0))
+    todo = tl.load(row_ints + index * 3) >= 0
+    if CUT:
+        todo = todo & (tl.load(decided + index) == 0)
+    if todo & (tl.load(row_floats + index * 4) > 0) & is_filtered(row_ints, row_floats, index):
+        peak, low, alive, bad = scanned(floats, ints, index, PIECES, WIDE)
+        if (bad == 0) & (peak > float("-inf")):
+            rate = 1.0 / tl.load(row_floats + index * 4).to(tl.float32)
+            min_p = tl.load(row_floats + index * 4 + 2).to(tl.float32)
+            edge, _ = cut_of(row_ints, row_floats, edges, ties, index, low, alive)
+            line, mask, bits = line_of(logits, row_ints, masks, index, stride, words)
+            s = scores_of(line, bits, mask, piece * PIECE + tl.arange(0, PIECE), vocab)
+            w = weight_of(s, peak, rate)
+            tl.store(kept + index * PIECES + piece, tl.sum(tl.where((s > edge) & (w >= min_p), w, 0.0), 0))
+            tl.store(equal + index * PIECES + piece, tl.sum((s == edge).to(tl.int32), 0))
 
 
 # -- the edge ----------------------------------------------------------------------------------------------------------
