@@ -35,7 +35,7 @@ def run_probes(
     tokens: tuple[int, ...] = (0,),
 ) -> tuple[RowStats, np.ndarray, np.ndarray, np.ndarray]:
     """Stats of rows; scores, tokens and ranks of pairs."""
-    measured, scores, names, ranks, _ = run_all(rows, jobs, pairs, masks, tokens, [], 16)
+    measured, scores, names, ranks, _ = run_all(rows, jobs, pairs, masks, tokens=tokens)
     return measured, scores, names, ranks
 
 
@@ -44,9 +44,10 @@ def run_all(
     jobs: list[tuple[int, int, float]],
     pairs: list[tuple[int, int, int, int]],
     masks: tuple[np.ndarray, ...],
-    tokens: tuple[int, ...],
-    best: list[tuple[int, int, int]],
-    most: int,
+    *,
+    tokens: tuple[int, ...] = (0,),
+    best: list[tuple[int, int, int]] | None = None,
+    most: int = 16,
 ) -> tuple[RowStats, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The same, and the best scores and ids of rows [B, 2, most]."""
     count = probing.pieces(rows.shape[1])
@@ -55,12 +56,12 @@ def run_all(
     numbers[:, 2] = rates.view(np.int32)
     table = np.stack([pack(m) for m in masks]) if masks else np.zeros((1, 1), np.int32)
     named = np.array(pairs, np.int32).reshape(-1, 4)
-    drawn, ranked = np.array(tokens, np.int32), np.array(best, np.int32).reshape(-1, 3)
+    drawn, ranked = np.array(tokens, np.int32), np.array(best or [], np.int32).reshape(-1, 3)
     asked = ProbeQueries(*(torch.from_numpy(a).to(DEVICE) for a in (numbers, named, table, drawn, ranked)))
     found = ProbeResults(
         torch.full((len(jobs), count, 4), float("nan"), device=DEVICE),
         torch.full((len(pairs), 2 + count), -7, dtype=torch.int32, device=DEVICE),
-        torch.full((len(best), 2, most), -7, dtype=torch.int32, device=DEVICE),
+        torch.full((len(ranked), 2, most), -7, dtype=torch.int32, device=DEVICE),
         torch.full((len(jobs), probing.block_count(rows.shape[1])), float("nan"), device=DEVICE),
     )
     probing.run_probes(rows, asked, found)
@@ -151,7 +152,7 @@ def test_the_best_of_a_row_come_in_order_and_ties_by_lower_id(vocab: int, most: 
     line = rows[0].masked_fill(~torch.from_numpy(allowed).to(DEVICE), -INF)
     jobs = [*((row, -1, 1.0) for row in range(5)), (0, 0, 2.0)]
     best = [*((row, row, -1) for row in (4, 3, 2, 1, 0)), (5, 0, 0), (0, -1, -1)]
-    *_, found = run_all(rows, jobs, [], (allowed,), (0,), best, most)
+    *_, found = run_all(rows, jobs, [], (allowed,), best=best, most=most)
     scores, ids = np.ascontiguousarray(found[:, 0]).view(np.float32), found[:, 1]
     for at, row in enumerate((*rows.flip(0), line)):
         numbers = row.cpu().numpy()

@@ -145,18 +145,14 @@ def test_bias_and_penalties_change_a_row_as_the_reference_does() -> None:
     logits = torch.from_numpy(rng.normal(size=(3, 700))).float().to(DEVICE)
     raw = logits.clone()
     how = Sampling(repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.2, logit_bias={5: 3.0, 600: -2.5})
-    seen, counted = [3, 5, 90, 600], {3: 2, 90: 1, 400: 5}
+    seen, counted = [3, 5, 90, 400, 600], {3: 2, 90: 1, 400: 5}
     bias = dict(how.bias)
     entries = sorted({*seen, *counted, *bias})
-    amounts = [(bias.get(t, 0.0), float(t in seen), float(counted.get(t, 0))) for t in entries]
-    sampling.adjust(
-        logits,
-        torch.tensor([1], dtype=torch.int32, device=DEVICE),
-        torch.tensor([0, len(entries)], dtype=torch.int32, device=DEVICE),
-        torch.tensor(entries, dtype=torch.int32, device=DEVICE),
-        torch.tensor(amounts, dtype=torch.float64, device=DEVICE),
-        torch.tensor([[1.7, 0.4, 0.2]], dtype=torch.float64, device=DEVICE),
-    )
+    counts = [counted.get(t, 0 if t in seen else -1) for t in entries]
+    lists = [torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([1], [0, len(entries)], entries, counts)]
+    numbers = ([[1.7, 0.4, 0.2]], [bias.get(t, 0.0) for t in entries])
+    exact = [torch.tensor(n, dtype=torch.float64, device=DEVICE) for n in numbers]
+    sampling.adjust(logits, sampling.AdjustmentArrays(*lists, *exact))
     draw = reference.RowSampler(
         how,
         seen=torch.tensor(seen, device=DEVICE),

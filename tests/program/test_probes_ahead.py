@@ -35,6 +35,8 @@ ROWS: list[tuple[hw.Sampler, Any]] = [
     (hw.Argmax(), [hw.Logits(), hw.Logprob(11), hw.Logprobs([3, 90]), hw.Ranking(2, processed=True)]),
     (SEEDED, [hw.Ranking(2, processed=True)]),  # after filters: no runner's decode rows know these
     (SEEDED, []),
+    (hw.Sampling(temperature=0, presence_penalty=-2.0), [hw.Entropy(), RANKS]),  # probes see no penalties
+    (hw.Sampling(temperature=0.9, logit_bias={5: 4.0, 70: -3.0}, seed=7), [hw.Ranking(3, processed=True), hw.Logits()]),
 ]
 
 
@@ -126,10 +128,11 @@ def test_cuts_between_steps_keep_probes_and_tokens_together(engine: hw.Engine) -
 
 
 def test_rows_with_probes_are_decode_rows(engine: hw.Engine) -> None:
-    with watched(engine) as steps:
-        engine.run(ahead, 1, 8)
     native = "native" in engine.info.runner  # whose step samples decode rows itself
-    assert sum(steps.rows) == 0 if native else sum(steps.rows) >= 5
+    for row in (1, 6):
+        with watched(engine) as steps:
+            engine.run(ahead, row, 8)
+        assert sum(steps.rows) == 0 if native else sum(steps.rows) >= 5
 
 
 def test_more_probes_than_are_asked_at_once_are_read_before_the_next_step(

@@ -80,6 +80,7 @@ class Forward:
         self._logit_masks: list[_OverTokens] = []
         self._biases: list[_OverTokens] = []
         self._async_mask: AsyncLogitMask | None = None
+        self._counts_fed = False
         self._commit = True
         self._mix: AdapterMix | None = None  # what a generation computes under, and `adapter` adds to
         self._uses: list[tuple[LoadedWeights, float]] = []
@@ -175,6 +176,11 @@ class Forward:
                 "mask_async is for a pass that is fed by a handle; this one's tokens are known, use mask"
             )
         self._async_mask = mask
+        return self
+
+    def _counting_fed(self) -> Forward:
+        """Tokens that are fed to this pass were generated: penalties count them besides what `sample` is given."""
+        self._counts_fed = True
         return self
 
     def adapter(self, adapter: Adapter, scale: float = 1.0) -> Forward:
@@ -394,6 +400,7 @@ class Forward:
             generated=dict(Counter(counted)),
             seen_by_rows=by_rows,  # counted again once fed tokens are known
             generated_by_rows=by_rows and ask.generated is None,
+            counts_fed=self._counts_fed,
         )
 
     def _allowed(self, row: int) -> np.ndarray | None:

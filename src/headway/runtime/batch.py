@@ -20,6 +20,7 @@ from headway.base.specs.probes import AttentionScores, Hidden, LogitLens, Probe
 from headway.base.specs.samplers import Sampling
 from headway.kv.states import StateCheckpoint
 from headway.kv.table import PageTable
+from headway.runtime.adjustments import Adjustments
 from headway.runtime.passes import BEFORE, Pass, Readout
 
 NO_POSITIONS = np.empty(0, dtype=np.int64)
@@ -95,6 +96,7 @@ class DecodeRows:
     adapters: Mixes | None = None  # as in Segment
     probes: tuple[tuple[Readout, ...], ...] | None = None  # what else is read of each row; None: nothing
     states: np.ndarray | None = None  # [N, 2] places of the recurrent state before and after each row, if there is one
+    adjustments: tuple[Adjustments | None, ...] | None = None  # bias and penalties of each row's draw; None: nowhere
     group: object = None  # the same object while rows are of the same sequences, each one slot on
 
     def __len__(self) -> int:

@@ -15,7 +15,9 @@ from headway.base.dataclass import dataclass
 from headway.base.specs.adapters import AdapterMix
 from headway.base.specs.brle import Brle
 from headway.base.specs.masks import Mask
+from headway.base.specs.samplers import Sampling
 from headway.kv.table import Mark, PageTable
+from headway.runtime.adjustments import Adjustments
 from headway.runtime.passes import ConstraintCursor, DecodeMask, Pass, Readout
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Decode:
     left: int  # tokens that may still be sampled
     constraint: ConstraintCursor | None = None
     adapters: AdapterMix | None = None  # what its tokens are computed under
+    adjustments: Adjustments | None = None  # of the next token, if it has a bias or penalties
     logit_mask: DecodeMask | None = None  # of the next token, if a constraint binds it
     base: int = -1
     token: int = 0
@@ -59,10 +62,18 @@ class Decode:
     def begun(self) -> bool:
         return self.base >= 0
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token must be known before the next one can be drawn."""
+        return self.constraint is not None or (self.adjustments is not None and self.adjustments.penalizes)
+
     def begin(self, job: Job) -> None:
         """The first token to feed is known."""
         self.token = self.last = job.work.tokens[0]
         self.base, self.before, self.stamp = job.table.length, job.table.mark(), job.table.stamp
+        first = job.work.readouts[0]
+        if isinstance(first.what, Sampling) and (first.what.penalizes or first.what.bias):
+            self.adjustments = Adjustments(first)
         if self.constraint is not None:
             self.logit_mask = self.constraint.first
         if self.token in self.end_ids:
@@ -104,6 +115,8 @@ class Decode:
         if complete > table.committed:
             table.commit_up_to(complete)
         self.token = token
+        if self.adjustments is not None:
+            self.adjustments.add(token)
         self.left -= 1
         self.buffer.append(token)
         if self.probes:
@@ -137,7 +150,9 @@ class Decode:
     def next_pass(self, table: PageTable) -> Pass:
         """The next token as an ordinary pass."""
         mask = self.attends(table.length)
-        readout = self.readout if self.logit_mask is None else replace(self.readout, async_mask=self.logit_mask)
+        readout = self.readout if self.adjustments is None else self.adjustments.counted(self.readout)
+        if self.logit_mask is not None:
+            readout = replace(readout, async_mask=self.logit_mask)
         masks, adapters = None if mask is None else (mask,), None if self.adapters is None else (self.adapters,)
         return Pass((self.token,), (table.next_position,), masks, (readout, *self.probes), adapters=adapters)
 

@@ -396,12 +396,12 @@ class Loop:
         else:
             self._deliver()  # programs go on while this thread computes
         after = self._in_flight = self._begin(plan, edits, before)
-        late_masks = after is not None and before is not None and after.plan.is_constrained
-        if after is not None and not late_masks:
+        is_late = after is not None and before is not None and after.plan.draws_late
+        if after is not None and not is_late:
             self._sample(after)
         if before is not None:
             self._apply(before)
-        if late_masks and self._in_flight is not None:  # its masks depend on the tokens just applied
+        if is_late and self._in_flight is not None:  # its masks depend on the tokens just applied
             self._sample(self._in_flight)
         if self._in_flight is not None and (self._one_by_one or not self._runner.overlaps):
             started, self._in_flight = self._in_flight, None

@@ -83,6 +83,7 @@ class Readout:
     generated: Mapping[int, int] = field(default_factory=dict)
     seen_by_rows: bool = False  # `seen` is the sequence up to its row, tokens fed to the pass among them
     generated_by_rows: bool = False
+    counts_fed: bool = False  # tokens fed to the pass count as seen and generated
     async_mask: AsyncLogitMask | None = None  # another logit mask, which depends on the tokens fed to the pass
     bias: np.ndarray | None = None
 
@@ -165,7 +166,8 @@ class Pass:
         for readout in self.readouts:
             if readout.async_mask is not None:
                 readout.async_mask.start(tokens)
-        readouts = tuple([_counted(r, before, tokens) if r.seen_by_rows else r for r in self.readouts])
+        fed = [tokens[feed.row] for feed in self.feeds]
+        readouts = tuple([_counted(r, before, tokens, fed) for r in self.readouts])
         masks, pending, causal, commit = self.masks, self.pending, self.causal, self.commit
         return Pass(tuple(tokens), self.positions, masks, readouts, pending, causal, commit, adapters=self.adapters)
 
@@ -195,8 +197,13 @@ class PassResult:
     stats: PassStats
 
 
-def _counted(readout: Readout, before: Sequence[int], tokens: Sequence[int]) -> Readout:
-    """The readout with its history counted again, now that every token is known."""
+def _counted(readout: Readout, before: Sequence[int], tokens: Sequence[int], fed: Sequence[int]) -> Readout:
+    """The readout with its history counted again, now that every token is known, those among them that were fed."""
+    if not (readout.seen_by_rows or readout.counts_fed):
+        return readout
     past = (*before, *tokens[: readout.row + 1])
-    counts = Counter(past) if readout.generated_by_rows else readout.generated
-    return replace(readout, seen=tuple(sorted({*past, *counts})), generated=dict(counts))
+    counts = Counter(past) if readout.generated_by_rows else Counter(readout.generated)
+    if readout.counts_fed:
+        counts.update(fed)
+    seen = past if readout.seen_by_rows else readout.seen
+    return replace(readout, seen=tuple(sorted({*seen, *counts})), generated=dict(counts))

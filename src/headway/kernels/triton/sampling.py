@@ -96,32 +96,48 @@ def sample(
     )  # fmt: skip
 
 
-def adjust(logits: Tensor, rows: Tensor, at: Tensor, ids: Tensor, amounts: Tensor, ways: Tensor) -> None:
-    """Bias and penalties onto logits [R, V] float32, in place.
+@dataclass(frozen=True, eq=False)
+class AdjustmentArrays:
+    """Bias and penalties of R rows of logits, in device memory.
 
-    Row rows[i] has the entries at[i] … at[i + 1] - 1, in which no token occurs twice. `amounts` [n, 3] has for each
-    entry the bias, whether the token was seen, and how often it was generated; ways[i] has the repetition, presence
-    and frequency penalties.
+    Row rows[i] has the entries at[i] … at[i + 1] - 1, in which no token occurs twice. `counts` has for each how often
+    the token was generated, or -1 where it was not seen at all; `biases` what is added to its logit, if anything is
+    anywhere; `ways` [R, 3] the repetition, presence and frequency penalties.
     """
-    if len(rows):
-        _adjust[(len(rows),)](logits, rows, at, ids, amounts, ways, logits.stride(0), BLOCK=1024, num_warps=4)
+
+    rows: Tensor  # int32, as what follows
+    at: Tensor
+    ids: Tensor
+    counts: Tensor
+    ways: Tensor  # float64
+    biases: Tensor | None = None  # float64
+
+
+def adjust(logits: Tensor, what: AdjustmentArrays) -> None:
+    """Bias and penalties onto logits [R, V] float32, in place."""
+    if len(what.rows):
+        biases = what.ways if what.biases is None else what.biases
+        _adjust[(len(what.rows), 8)](
+            logits, what.rows, what.at, what.ids, what.counts, biases, what.ways, logits.stride(0),
+            BIASED=what.biases is not None, BLOCK=256, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit
-def _adjust(logits, rows, at, ids, amounts, ways, stride, BLOCK: tl.constexpr):
+def _adjust(logits, rows, at, ids, counts, biases, ways, stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0)
     row = logits + tl.load(rows + i).to(tl.int64) * stride
     repetition, presence = tl.load(ways + 3 * i), tl.load(ways + 3 * i + 1)
     frequency = tl.load(ways + 3 * i + 2)
     end = tl.load(at + i + 1)
-    for base in range(tl.load(at + i), end, BLOCK):
+    for base in range(tl.load(at + i) + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         n = base + tl.arange(0, BLOCK)
         token = tl.load(ids + n, mask=n < end, other=0)
         s = tl.load(row + token, mask=n < end, other=0.0).to(tl.float64)
-        s += tl.load(amounts + 3 * n, mask=n < end, other=0.0)
-        seen = tl.load(amounts + 3 * n + 1, mask=n < end, other=0.0) > 0
-        count = tl.load(amounts + 3 * n + 2, mask=n < end, other=0.0)
-        s = tl.where(seen, tl.where(s > 0, s / repetition, s * repetition), s)
+        if BIASED:
+            s += tl.load(biases + n, mask=n < end, other=0.0)
+        count = tl.load(counts + n, mask=n < end, other=-1)
+        s = tl.where(count >= 0, tl.where(s > 0, s / repetition, s * repetition), s)
         s -= tl.where(count > 0, presence + frequency * count, 0.0)
         tl.store(row + token, s.to(tl.float32), mask=n < end)
 

@@ -95,7 +95,7 @@ class Drawing:
         """
         forward, constraint = context.forward()._under(self.adapter), transcript.constraint
         if fed is not None:
-            forward.input(fed)
+            forward.input(fed)._counting_fed()
         if self.attention is not None:
             forward.attention_mask(self.attention)
         if mask is not None:
@@ -140,12 +140,12 @@ class Drawing:
     def is_alike(self, generated: int) -> bool:
         """Whether all draws after n generated tokens differ only by their rows, and nothing else is read."""
         free = not self.end_ids or generated >= self.least
-        return free and self.probe is None and not self.looks_back
+        return free and self.probe is None and not (self.looks_back or self.sampler.penalizes)
 
     @property
     def looks_back(self) -> bool:
         """Whether a token must be known before the pass that samples the next one can be built."""
-        return self.sampler.penalizes or self.words is not None
+        return self.words is not None
 
     def repeats(self, context: Context, transcript: Transcript) -> bool:
         """Whether the passes after the next differ only by their token and its mask, and nobody counts them."""

@@ -185,7 +185,9 @@ def as_segments(batch: Batch, masks: Sequence[DecodeMask | None], page_size: int
 def _readouts(rows: DecodeRows, i: int, mask: DecodeMask | None) -> tuple[Readout, ...]:
     """How a decode row samples, and its probes."""
     probes = () if rows.probes is None else rows.probes[i]
-    return (replace(rows.readouts[i], async_mask=mask), *probes)
+    adjustments = None if rows.adjustments is None else rows.adjustments[i]
+    readout = rows.readouts[i] if adjustments is None else adjustments.counted(rows.readouts[i])
+    return (replace(readout, async_mask=mask), *probes)
 
 
 def _one_row(states: np.ndarray) -> SegmentStates:

@@ -53,7 +53,7 @@ class TorchRunner:
         return reads_final_state(what)
 
     def samples(self, how: Sampling) -> bool:
-        return not how.penalizes
+        return True
 
     def load_adapter(self, adapter: BoundAdapter) -> TorchAdapter:
         decoder = self.decoder

@@ -16,6 +16,7 @@ from headway.base.specs.adapters import Mixes
 from headway.base.specs.brle import Brle
 from headway.base.specs.probes import Probe
 from headway.base.specs.samplers import NO_TOKEN, UNDECIDED, Sampling
+from headway.runtime.adjustments import Adjustments
 from headway.runtime.batch import DecodeRows, joined, needed_of
 from headway.runtime.decode import RUN_AHEAD, Decode
 from headway.runtime.job import Job
@@ -128,6 +129,7 @@ class RunAhead:
             adapters=_adapters(jobs),
             probes=_probes(jobs),
             states=self._states(jobs),
+            adjustments=_adjustments(jobs),
             group=object(),
         )
 
@@ -159,6 +161,7 @@ class RunAhead:
             adapters=rows.adapters,
             probes=rows.probes,
             states=self._states(jobs),
+            adjustments=rows.adjustments,
             group=rows.group,
         )
 
@@ -241,6 +244,11 @@ def _adapters(jobs: list[Job]) -> Mixes | None:
 def _probes(jobs: list[Job]) -> tuple[tuple[Readout, ...], ...] | None:
     probes = tuple([_decode(job).probes for job in jobs])
     return probes if any(probes) else None
+
+
+def _adjustments(jobs: list[Job]) -> tuple[Adjustments | None, ...] | None:
+    adjustments = tuple([_decode(job).adjustments for job in jobs])
+    return None if all(one is None for one in adjustments) else adjustments
 
 
 def _unless_failed(token: int | HeadwayError, values: Sequence[object]) -> int | HeadwayError:

@@ -28,9 +28,9 @@ class StepPlan:
         return sum(chunk.stop - chunk.start for job, chunk in self.chunks if is_prefill(job))
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether the logit mask of a decode row depends on the token sampled before it."""
-        return any(job.decode is not None and job.decode.constraint is not None for job in self.decode_jobs)
+    def draws_late(self) -> bool:
+        """Whether the token before it decides how a decode row is drawn: by its logit mask, or by penalties."""
+        return any(job.decode is not None and job.decode.looks_back for job in self.decode_jobs)
 
     @property
     def live_decodes(self) -> set[Job]:

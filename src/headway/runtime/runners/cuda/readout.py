@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.base.specs.adapters import Mixes
 from headway.base.specs.probes import Probe, Ranking
 from headway.base.specs.samplers import NO_TOKEN, UNDECIDED, Sampling
+from headway.kernels.transfer import to_device
 from headway.models.hooks import Hooks
 from headway.runtime.batch import Batch, DecodeRows, reads_final_state
 from headway.runtime.passes import BEFORE, Readout
@@ -130,7 +131,7 @@ class CudaReader:
 
     def samples(self, how: Sampling) -> bool:
         """Whether `sample_rows` can sample like this."""
-        return self._draws.way(how).plain
+        return self._draws.way(how).quick
 
     def reads(self, what: Probe, how: Sampling) -> bool:
         """Whether `probe_rows` can read this where `sample_rows` samples like that."""
@@ -138,8 +139,18 @@ class CudaReader:
         return reads_final_state(what) and not (processed and how.temperature > 0 and _filters(how))
 
     def row_logits(self, x: Tensor, rows: DecodeRows) -> Tensor:
-        """Logits [N, V] of the first rows of x, which are these."""
-        return self._adapted(x, range(len(rows)), () if rows.adapters is None else rows.adapters)
+        """Logits [N, V] of the first rows of x, which are these; then those that bias and penalties go onto of rows
+        that have probes, too."""
+        count, apart = len(rows), list(_copies(rows))
+        self._grow((padded(count) or count) + len(apart))
+        logits = self._adapted(x, range(count), () if rows.adapters is None else rows.adapters)
+        if not apart:
+            return logits
+        if not self._lasts(logits):
+            self._out[:count] = logits
+        which = to_device(apart, torch.int64, logits.device)
+        torch.index_select(self._out[:count], 0, which, out=self._out[count : count + len(apart)])
+        return self._out[: count + len(apart)]
 
     def _adapted(self, x: Tensor, rows: Sequence[int], mixes: Mixes) -> Tensor:
         """Logits [R, V] of these rows of x, with what adapters of the output matrix add to its products."""
@@ -163,10 +174,15 @@ class CudaReader:
             self._draws.upload(bound)
             at = iter(range(count))
             masks = [-1 if bits is None else next(at) for bits in words]
+        copies = _copies(rows)
         if bound or rows.readouts is not self._same_readouts:
-            size = self._draws.fill(range(count), rows.readouts, rows.positions, masks)
+            places = [copies.get(i, i) for i in range(count)]
+            size = self._draws.fill(places, rows.readouts, rows.positions, masks)
             same = not bound and all(self._draws.way(r.what).numbers[0] == 0 for r in rows.readouts)
             self._same_readouts, self._same_size = rows.readouts if same else None, size
+        if rows.adjustments is not None:
+            found = [(copies.get(i, i), what) for i, what in enumerate(rows.adjustments) if what is not None]
+            self._draws.adjust_rows(found, logits)
         self._launch(logits, self._same_size)
         pinned = self._pinned[0]
         self._pinned.reverse()
@@ -202,20 +218,15 @@ class CudaReader:
             return known[2]
         assert rows.probes is not None
         queries = [(i, Ask(i, at, i, what)) for i, probes in enumerate(rows.probes) for at, what in enumerate(probes)]
+        copies = _copies(rows)
         drawn = {
-            (ask.segment, ask.index): [self._drawn_in_place(i, rows.readouts[i].what)]
+            (ask.segment, ask.index): [_drawn_in_place(i, copies.get(i, i), rows.readouts[i].what)]
             for i, ask in queries
             if isinstance(ask.readout.what, Ranking)
         }
         asked = plan(queries, drawn, self.model.config.vocab_size)
         self._same_probes = rows.probes, rows.readouts, asked
         return asked
-
-    def _drawn_in_place(self, row: int, how: Sampling | Probe) -> Drawn:
-        """What is drawn at a decode row, as a ranking of it needs to know."""
-        assert isinstance(how, Sampling)
-        known = how.temperature == 0 or not _filters(how)
-        return Drawn(-1 - row, row, how.temperature if known else None, None)
 
     def _is_plain(self, placed: list[_RowReadout]) -> bool:
         """Whether each row of the step is read once at most, by a sampler that needs nothing but its numbers."""
@@ -449,6 +460,22 @@ class CudaReader:
             else:
                 values[ask.segment, ask.index] = not_a_number() if token == NO_TOKEN else token
         return undecided
+
+
+def _copies(rows: DecodeRows) -> dict[int, int]:
+    """Rows with bias or penalties and with probes, which see neither, and where a copy of each row's logits is."""
+    if rows.adjustments is None or rows.probes is None:
+        return {}
+    both = zip(rows.adjustments, rows.probes, strict=True)
+    apart = [i for i, (adjusted, probes) in enumerate(both) if adjusted is not None and probes]
+    return {row: len(rows) + i for i, row in enumerate(apart)}
+
+
+def _drawn_in_place(place: int, row: int, how: Sampling | Probe) -> Drawn:
+    """What is drawn at a decode row, from this row of logits, as a ranking of it needs to know."""
+    assert isinstance(how, Sampling)
+    known = how.temperature == 0 or not _filters(how)
+    return Drawn(-1 - place, row, how.temperature if known else None, None)
 
 
 def _filters(how: Sampling) -> bool:

@@ -15,13 +15,13 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.base.rng import uniforms
 from headway.base.specs.samplers import Sampling
-from headway.kernels.transfer import to_device
 from headway.kernels.triton import sampling
 from headway.kernels.triton.cuts import CutWorkspace, Kinds, make_cut_workspace
-from headway.kernels.triton.sampling import SAMPLER_FLOATS, SAMPLER_INTS, SamplerArrays
+from headway.kernels.triton.sampling import SAMPLER_FLOATS, SAMPLER_INTS, AdjustmentArrays, SamplerArrays
+from headway.runtime.adjustments import Adjustments
 from headway.runtime.passes import Readout
 from headway.runtime.readout import Ask
-from headway.runtime.runners.cuda.arrays import StreamPoint, Upload
+from headway.runtime.runners.cuda.arrays import StreamPoint, Upload, even
 from headway.runtime.runners.cuda.graphs import Graphs, padded
 from headway.runtime.runners.cuda.model import CudaModel
 from headway.runtime.runners.cuda.probe_rounds import COLDEST, HOTTEST
@@ -54,6 +54,7 @@ class CudaDraws:
         self._ints = Upload(MOST * SAMPLER_INTS, torch.int32, device)
         self._floats = Upload(MOST * SAMPLER_FLOATS, torch.float64, device)
         self._masks = Upload(self._words, torch.int32, device)
+        self._entries = Upload(1 << 10, torch.int32, device)  # of bias and penalties
         self._found = sampling.make_workspace(MOST, vocab, device)
         self._kinds = Kinds()  # of what was filled in last
         self._tokens = torch.empty(MOST, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -167,24 +168,38 @@ class CudaDraws:
 
     def adjust(self, asked: list[tuple[int, Ask]], logits: Tensor) -> None:
         """Bias and penalties onto the logits of rows that nobody else reads."""
-        rows, ends, ids, amounts, ways = [], [0], [], [], []
-        for at, ask in asked:
-            how = ask.readout.what
-            assert isinstance(how, Sampling)
-            if not (how.bias or how.penalizes):
-                continue
-            bias, seen, counts = dict(how.bias), set(ask.readout.seen), ask.readout.generated
-            entries = sorted({*bias, *seen, *counts})
-            rows.append(at)
-            ids += entries
-            amounts += [(bias.get(t, 0.0), float(t in seen), float(counts.get(t, 0))) for t in entries]
-            ends.append(len(ids))
-            ways.append((how.repetition_penalty, how.presence_penalty, how.frequency_penalty))
-        if rows:
-            device = logits.device
-            whole = (to_device(part, torch.int32, device) for part in (rows, ends, ids))
-            exact = (to_device(part, torch.float64, device) for part in (amounts, ways))
-            sampling.adjust(logits, *whole, *exact)
+        self.adjust_rows([(at, Adjustments(ask.readout)) for at, ask in asked], logits)
+
+    def adjust_rows(self, asked: Sequence[tuple[int, Adjustments]], logits: Tensor) -> None:
+        """Bias and penalties onto these rows of logits."""
+        asked = [(at, what) for at, what in asked if len(what)]
+        if not asked:
+            return
+        rows, found = zip(*asked, strict=True)
+        ends = np.cumsum([0, *map(len, found)])
+        ways = [(w.how.repetition_penalty, w.how.presence_penalty, w.how.frequency_penalty) for w in found]
+        biased = any(what.biases is not None for what in found)
+        biases = [np.zeros(len(w)) if w.biases is None else w.biases for w in found] if biased else []
+        parts = [
+            np.array(rows),
+            ends,
+            np.concatenate([w.ids for w in found]),
+            np.concatenate([w.counts for w in found]),
+            np.array(ways, np.float64).ravel().view(np.int32),
+            *([np.concatenate(biases).view(np.int32)] if biased else []),
+        ]
+        starts = np.cumsum([0, *(even(len(part)) for part in parts)]).tolist()
+        if starts[-1] > len(self._entries):
+            self._entries.grow(2 * starts[-1])
+        self._entries.wait()
+        for start, part in zip(starts, parts, strict=False):
+            self._entries.host[start : start + len(part)] = part
+        self._entries.send(starts[-1])
+        sent = [self._entries.device[s : s + len(part)] for s, part in zip(starts, parts, strict=False)]
+        lines, at, ids, counts, *exact = sent
+        numbers = [part.view(torch.float64) for part in exact]
+        what = AdjustmentArrays(lines, at, ids, counts, numbers[0], numbers[1] if biased else None)
+        sampling.adjust(logits, what)
 
 
 def _kinds(top_k: np.ndarray, numbers: np.ndarray, vocab: int) -> Kinds:
