@@ -38,15 +38,17 @@ OPTIMIZE = ("-O3",)
 # After CXXFLAGS, so that no outside flag changes rounding or symbol visibility.
 ALWAYS = ("-std=c++17", "-fPIC", "-pthread", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+# GCC 12 may leave out the rounding between two multiply-adds through double where it vectorizes straight-line code.
+PLAIN = ("-fno-tree-slp-vectorize",)
 SETS = {  # step.cpp is compiled once for each
-    "hw_plain": (),
+    "hw_plain": PLAIN,
     "hw_avx2": ("-mavx2", "-mfma", "-mf16c"),
     "hw_avx512": AVX512,
     "hw_vnni": (*AVX512, "-mavx512vnni"),
     "hw_bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
 ARM_SETS = {
-    "hw_plain": (),
+    "hw_plain": PLAIN,
     "hw_neon": ("-march=armv8.2-a+dotprod",),
     "hw_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
@@ -146,7 +148,7 @@ def units(sources: Sequence[Path], tools: Toolchain) -> list[Unit]:
     The plain instruction set comes first: of inline functions that several objects define, the linker keeps the first,
     which must run on every machine. Where another set is meant for this machine, it is compiled quickly.
     """
-    sets = list((SETS if tools.x86 else ARM_SETS if tools.arm else {"hw_plain": ()}).items())
+    sets = list((SETS if tools.x86 else ARM_SETS if tools.arm else {"hw_plain": PLAIN}).items())
     wanted = range(len(sets)) if tools.level is None else sorted({0, tools.level})
     levels = []
     for level in wanted:

@@ -71,6 +71,18 @@ inline int32_t total(const int8_t* quants, int count) {
 
 // ---- one block of 16 outputs for M rows --------------------------------------------------------------------------
 
+// What the next blocks of a matrix need, fetched into cache while tiles of these blocks compute: the tiles of several rows
+// read a block more than once, which no hardware prefetcher sees through.
+struct Prefetch {
+  const char *quants = nullptr, *quants_end = nullptr, *scales = nullptr, *scales_end = nullptr;
+  int lines = 0;  // cache lines for each group of inputs of a tile
+
+  inline void step() {
+    for (int i = 0; i < lines && quants < quants_end; i++, quants += 64) __builtin_prefetch(quants);
+    if (quants >= quants_end && scales < scales_end) __builtin_prefetch(scales), scales += 64;
+  }
+};
+
 template <int KIND>
 inline vf load_float(const void* p, size_t at) {
   if (KIND == HW_F32) return vf_load((const float*)p + at);
@@ -128,7 +140,7 @@ struct Scales {
 // PARTS is 2 when a scale covers 16 inputs, else 1. Without a min the integer sum starts at -zero times the sum of the
 // quants, which is exact. Several blocks share the activations they load: loads, not products, limit a tile of one block.
 template <int BITS, int SCALE, bool HAS_MIN, int PARTS, int M, int B>
-inline void group_tile(const hw_matrix& w, int block, const Activations& x, int row, vf (&acc)[B][M]) {
+inline void group_tile(const hw_matrix& w, int block, const Activations& x, int row, Prefetch& ahead, vf (&acc)[B][M]) {
   constexpr int HELD = 8 / PARTS;  // vectors of quants for the inputs of one scale
   const int groups = x.groups, per = PARTS == 2 || SCALE == SCALE_ROW ? 1 : w.group / 32;  // activation groups per scale
   const size_t scale_groups = PARTS == 2 ? 2 * groups : (groups + per - 1) / per, next = (size_t)groups * BITS * 64;
@@ -143,7 +155,8 @@ inline void group_tile(const hw_matrix& w, int block, const Activations& x, int 
   for (int b = 0; b < B; b++)
     HW_UNROLL
     for (int m = 0; m < M; m++) acc[b][m] = vf_zero();
-  for (int g = 0; g < groups; g++)
+  for (int g = 0; g < groups; g++) {
+    ahead.step();
     for (int part = 0; part < PARTS; part++) {
       const size_t sum = (size_t)(PARTS == 2 ? 1 + part : 0) * groups + g;
       vi dot[B][M];
@@ -192,12 +205,20 @@ inline void group_tile(const hw_matrix& w, int block, const Activations& x, int 
         }
       }
     }
+  }
   HW_UNROLL
   for (int b = 0; b < B && SCALE == SCALE_ROW; b++) {
     scale[b] = vf_load((const float*)w.scales + (size_t)(block + b) * LANES);
     HW_UNROLL
     for (int m = 0; m < M; m++) acc[b][m] = vf_mul(acc[b][m], scale[b]);
   }
+}
+
+// Bytes of the scales of one block of grouped weights.
+inline size_t scale_bytes(const hw_matrix& w) {
+  const size_t held = w.group == 16 ? 2 * (size_t)(up(w.k, 32) / 32) : (size_t)(w.k + w.group - 1) / w.group;
+  const size_t width = w.scale_kind == HW_SCALE_K || w.scale_kind == HW_SCALE_E8 ? 1 : w.scale_kind == HW_SCALE_F16 ? 2 : 4;
+  return held * (w.has_min ? 32 : 16) * width;
 }
 
 // ---- all rows of a matrix ----------------------------------------------------------------------------------------
@@ -241,13 +262,13 @@ inline void matmul_float_tile(const hw_matrix& w, int block, const Activations& 
 }
 
 template <int M, int B>
-inline void matmul_quantized_tile(const hw_matrix& w, int block, const Activations& x, int row, const MatmulOutput& to) {
+inline void matmul_quantized_tile(const hw_matrix& w, int block, const Activations& x, int row, Prefetch& ahead, const MatmulOutput& to) {
   vf acc[B][M];
   const int scale = w.kind == HW_INT8 ? SCALE_ROW : w.scale_kind, bits = w.kind == HW_INT8 ? 8 : w.bits;
   const bool halves = w.kind == HW_GROUPS && w.group == 16, has_min = w.kind == HW_GROUPS && w.has_min;
 #define HW_TRY(BITS, SCALE, HAS_MIN, PARTS)                                                    \
   if (bits == BITS && scale == SCALE && has_min == HAS_MIN && halves == (PARTS == 2)) {        \
-    group_tile<BITS, SCALE, HAS_MIN, PARTS, M, B>(w, block, x, row, acc);                      \
+    group_tile<BITS, SCALE, HAS_MIN, PARTS, M, B>(w, block, x, row, ahead, acc);               \
     store_tile<M, B>(w, block, row, to, acc);                                                  \
     return;                                                                                    \
   }
@@ -266,19 +287,50 @@ inline void matmul_quantized_tile(const hw_matrix& w, int block, const Activatio
 #undef HW_TRY
 }
 
-// `count` rows starting at `row`, B blocks of the matrix from `block`.
+// Rows of a tile of quantized weights, of `count` that are left.
 template <int B>
-inline void matmul_blocks(const hw_matrix& w, int block, const Activations& x, int row, int count, const MatmulOutput& target) {
-#define HW_TILES(TILE, M) for (; count >= M; row += M, count -= M) TILE<M, B>(w, block, x, row, target);
+inline int tile_rows(int count) {
+  if (B == 1 && count >= 8) return 8;
+  if (B > 1 && HW_ISA >= 3 && count >= 6 && count != 8 && count != 9) return 6;  // 24 sums fit into registers; eight and nine rows are faster as two tiles of four
+  return count >= 4 ? 4 : count >= 2 ? 2 : 1;
+}
+
+// The blocks [from, to) of a quantized matrix, to be fetched while B blocks compute `count` rows.
+template <int B>
+inline Prefetch prefetch(const hw_matrix& w, int from, int to, int count) {
+  Prefetch ahead;
+  if (from >= to) return ahead;
+  const size_t groups = up(w.k, 32) / 32, size = groups * (w.kind == HW_INT8 ? 8 : w.bits) * 64;
+  ahead.quants = (const char*)w.quants + from * size, ahead.quants_end = ahead.quants + (to - from) * size;
+  if (w.kind == HW_GROUPS) {
+    const size_t scales = scale_bytes(w);
+    ahead.scales = (const char*)w.scales + from * scales, ahead.scales_end = ahead.scales + (to - from) * scales;
+  }
+  int tiles = 0;
+  for (; count > 0; count -= tile_rows<B>(count)) tiles++;
+  const size_t steps = groups * tiles;
+  ahead.lines = (int)((size / 64 * (to - from) + steps - 1) / steps);
+  return ahead;
+}
+
+// `count` rows starting at `row`, B blocks of the matrix from `block`; `end` is where this thread's blocks end.
+template <int B>
+inline void matmul_blocks(const hw_matrix& w, int block, int end, const Activations& x, int row, int count, const MatmulOutput& target) {
   if (is_quantized(w)) {
-    if constexpr (B == 1) HW_TILES(matmul_quantized_tile, 8)
-    else if constexpr (HW_ISA >= 3)  // 24 sums fit into registers; eight and nine rows are faster as two tiles of four
-      for (; count >= 6 && count != 8 && count != 9; row += 6, count -= 6) matmul_quantized_tile<6, B>(w, block, x, row, target);
-    HW_TILES(matmul_quantized_tile, 4)
-    HW_TILES(matmul_quantized_tile, 2)
-    HW_TILES(matmul_quantized_tile, 1)
+    Prefetch ahead = prefetch<B>(w, block + B, std::min(block + 2 * B, end), count);
+    for (int rows = 0; count > 0; row += rows, count -= rows) {
+      rows = tile_rows<B>(count);
+      if constexpr (B == 1)
+        if (rows == 8) { matmul_quantized_tile<8, B>(w, block, x, row, ahead, target); continue; }
+      if constexpr (B > 1 && HW_ISA >= 3)
+        if (rows == 6) { matmul_quantized_tile<6, B>(w, block, x, row, ahead, target); continue; }
+      if (rows == 4) matmul_quantized_tile<4, B>(w, block, x, row, ahead, target);
+      else if (rows == 2) matmul_quantized_tile<2, B>(w, block, x, row, ahead, target);
+      else matmul_quantized_tile<1, B>(w, block, x, row, ahead, target);
+    }
     return;
   }
+#define HW_TILES(TILE, M) for (; count >= M; row += M, count -= M) TILE<M, B>(w, block, x, row, target);
   HW_TILES(matmul_float_tile, 8)
   HW_TILES(matmul_float_tile, 4)
   HW_TILES(matmul_float_tile, 2)
@@ -289,8 +341,8 @@ inline void matmul_blocks(const hw_matrix& w, int block, const Activations& x, i
 // Blocks [from, to) of the matrix. Two blocks share the activations they load; a single row reads its quants in one stream.
 inline void matmul_rows(const hw_matrix& w, int from, int to, const Activations& x, int row, int count, const MatmulOutput& target) {
   const bool pairs = !is_quantized(w) || (HW_ISA >= 2 && count > 1);
-  for (; pairs && from + 1 < to; from += 2) matmul_blocks<2>(w, from, x, row, count, target);
-  for (; from < to; from++) matmul_blocks<1>(w, from, x, row, count, target);
+  for (; pairs && from + 1 < to; from += 2) matmul_blocks<2>(w, from, to, x, row, count, target);
+  for (; from < to; from++) matmul_blocks<1>(w, from, to, x, row, count, target);
 }
 
 // One matmul of a group that shares its rows; each thread computes a share of the group's blocks.
