@@ -42,33 +42,6 @@ struct Activations {
   }
 };
 
-constexpr float SMALLEST = 1e-36f;  // a group whose largest value is smaller counts as zero: 127 / it would overflow
-
-// Quantizes `count` values, a multiple of 16, to int8; returns the scale.
-inline float quantize_group(const float* x, int count, int8_t* quants) {
-  vf most = vf_zero(), nonfinite = vf_zero();
-  for (int i = 0; i < count; i += 16) {
-    vf v = vf_load(x + i);
-    most = vf_max(vf_abs(v), most);
-    nonfinite = vf_fma(v, vf_zero(), nonfinite);  // NaN if a value is not finite
-  }
-  float top = vf_most(most), nonfinite_sum = vf_sum(nonfinite);
-  bool finite = nonfinite_sum == nonfinite_sum;
-  vf factor = vf_set1(finite && top >= SMALLEST ? 127.0f / top : 0.0f);
-  for (int i = 0; i < count; i += 16) {
-    vf v = finite ? vf_load(x + i) : vf_zero();
-    vi_store_i8(quants + i, vi_round(vf_mul(v, factor)));
-  }
-  if (!finite) return nonfinite_sum;
-  return top >= SMALLEST ? top / 127.0f : 0.0f;
-}
-
-inline int32_t total(const int8_t* quants, int count) {
-  int32_t sum = 0;
-  for (int i = 0; i < count; i++) sum += quants[i];
-  return sum;
-}
-
 // ---- one block of 16 outputs for M rows --------------------------------------------------------------------------
 
 // What the next blocks of a matrix need, fetched into cache while tiles of these blocks compute: the tiles of several rows

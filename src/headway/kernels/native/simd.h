@@ -446,6 +446,21 @@ inline vf vf_exp(vf x) {
   return vf_pow2(p, n);
 }
 
+// The sum of 16 small integers.
+inline int32_t sum_i8(const int8_t* p) {
+#if HW_ISA >= 1
+  const __m128i shifted = _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((char)128));
+  const __m128i sums = _mm_sad_epu8(shifted, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+#elif defined(HW_NEON)
+  return vaddlvq_s8(vld1q_s8(p));
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += p[i];
+  return sum;
+#endif
+}
+
 inline int32_t load_i32(const int8_t* p) {
   int32_t x;
   std::memcpy(&x, p, 4);
