@@ -81,7 +81,7 @@ class DeviceWeights:
         codes = torch.randint(0, 256, (count, n, k // 2), dtype=torch.uint8, device=self.device)
         scales = torch.randint(118, 122, (count, n, k // 32), dtype=torch.uint8, device=self.device)
         bias = torch.cat([self.read(f"{role}_bias", shapes[f"{role}_bias"], layer) for role in roles], 1)
-        return Fp4Experts(codes, scales, bias, self.dtype)
+        return Fp4Experts.of(codes, scales, bias, self.dtype, gated=len(roles) > 1)
 
     def frequencies(self) -> Tensor:
         row = torch.from_numpy(frequencies(self.config.rope)).to(self.device)

@@ -166,7 +166,7 @@ def test_experts_in_mxfp4_give_what_their_floats_give(dtype: str, monkeypatch: p
             count, n, k = matrix.weight.shape
             codes = torch.randint(0, 256, (count, n, k // 2), generator=generator).to("cuda", torch.uint8)
             scales = torch.randint(122, 126, (count, n, k // 32), generator=generator).to("cuda", torch.uint8)
-            parts[name] = Fp4Experts(codes, scales, matrix.bias, matrix.weight.dtype)
+            parts[name] = Fp4Experts.of(codes, scales, matrix.bias, matrix.weight.dtype, gated=name == "gate_up")
         layers.append(replace(layer, **parts))
         dense.append(replace(layer, **{name: part.dense() for name, part in parts.items()}))
     tokens, found = draw(120, 3), []

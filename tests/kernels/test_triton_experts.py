@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 
 from headway.kernels.reference.experts import route  # noqa: E402
 from headway.kernels.reference.mlp import activate  # noqa: E402
-from headway.kernels.triton import experts  # noqa: E402
+from headway.kernels.triton import expert_rows, experts  # noqa: E402
+from headway.kernels.triton.expert_rows import Router  # noqa: E402
 from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
 from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
+from headway.kernels.triton.matvec import RmsNorm  # noqa: E402
 from headway.models.quantized.fp4 import Fp4Experts  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -108,20 +110,64 @@ def test_every_pair_is_multiplied_by_the_matrices_of_its_expert(by_block: bool, 
         torch.testing.assert_close(out[row], total, atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-def test_matrices_in_mxfp4_are_multiplied_as_their_floats(by_block: bool) -> None:
+@pytest.mark.parametrize(("by_block", "together"), [(False, True), (True, False), (True, True)])
+def test_matrices_in_mxfp4_are_multiplied_as_their_floats(by_block: bool, together: bool) -> None:
+    """Those that are stored for a gate also without it, for what adapters add."""
     rows, count, k, wide, inner = 9, 3, 2, 96, 40
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (count, 2 * inner, wide // 2), generator=generator).to(DEVICE, torch.uint8)
     scales = torch.randint(120, 130, (count, 2 * inner, wide // 32), generator=generator).to(DEVICE, torch.uint8)
     bias = draw(count, 2 * inner, seed=4)
-    floats = Fp4Experts(codes, scales, bias, torch.float32).dense()
     routes, x = empty_routes(rows, k), draw(rows, wide)
     experts.route(draw(rows, count, seed=5), routes, normalize=True)
     by = ordered(routes.chosen, count, TILE.rows) if by_block else None
     for gate, n in ((ExpertGate("silu", 7.0, 1.7), inner), (None, 2 * inner)):
+        kept = Fp4Experts.of(codes, scales, bias, torch.float32, gated=gate is not None or together)
         found, expected = (torch.full((rows * k, n), float("nan"), device=DEVICE) for _ in range(2))
         how = {"by": by, "gate": gate}
-        experts.expert_matmul(x, ExpertOperand(codes, bias, scales), found, routes, TILE, **how)
-        experts.expert_matmul(x, ExpertOperand(floats.weight, bias), expected, routes, TILE, **how)
+        operand = ExpertOperand(kept.words, bias, kept.scales, kept.exponent, kept.gated)
+        experts.expert_matmul(x, operand, found, routes, TILE, **how)
+        experts.expert_matmul(x, ExpertOperand(kept.weight, bias), expected, routes, TILE, **how)
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("count", "chosen"), [(9, 4), (5, 1), (4, 4), (200, 3)])
+def test_a_row_is_normed_and_routed_in_one_kernel(normalize: bool, count: int, chosen: int) -> None:
+    wide = 40
+    x, weight, scale, bias = draw(wide), draw(count, wide, seed=1), draw(wide, seed=2), draw(count, seed=3)
+    weight[3], bias[3] = weight[1], bias[1]  # ties
+    logits, arrived = torch.empty(count, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    h, routes = torch.empty_like(x), empty_routes(1, chosen)
+    router = Router(weight, bias, logits, arrived, normalize)
+    for _ in range(2):
+        expert_rows.norm_and_route(x, RmsNorm(scale, 1e-5), h, router, routes)
+        normed = x * torch.rsqrt((x * x).mean() + 1e-5) * scale
+        torch.testing.assert_close(h, normed)
+        torch.testing.assert_close(logits, weight @ normed + bias, atol=1e-4, rtol=1e-4)
+        ids, weights = route(logits[None], chosen, normalize=normalize)
+        assert torch.equal(routes.chosen.long(), ids)
+        torch.testing.assert_close(routes.weights, weights)
+    expert_rows.norm_and_route(x * float("nan"), RmsNorm(scale, 1e-5), h, router, routes)
+    assert ((routes.chosen >= 0) & (routes.chosen < count)).all()
+
+
+@pytest.mark.parametrize(("wide", "inner", "chosen"), [(50, 37, 3), (256, 64, 4)])
+@pytest.mark.parametrize("gate", [ExpertGate("silu"), ExpertGate("silu", 0.8, 1.7)])
+def test_experts_of_one_row_give_what_its_pairs_give(wide: int, inner: int, chosen: int, gate: ExpertGate) -> None:
+    count = 6
+    x, residual = draw(1, wide), draw(wide, seed=9)
+    up = ExpertOperand(draw(count, 2 * inner, wide, seed=1), draw(count, 2 * inner, seed=3))
+    down = ExpertOperand(draw(count, wide, inner, seed=2), draw(count, wide, seed=4))
+    routes = empty_routes(1, chosen)
+    experts.route(draw(1, count, seed=5), routes, normalize=True)
+    inners = torch.empty(2, chosen, inner, device=DEVICE)
+    expert_rows.gate_times_up(x, up, inners[0], routes, gate)
+    experts.expert_matmul(x, up, inners[1], routes, TILE, gate=gate)
+    torch.testing.assert_close(inners[0], inners[1], atol=1e-4, rtol=1e-4)
+    parts, total = torch.empty(chosen, wide, device=DEVICE), torch.empty(1, wide, device=DEVICE)
+    experts.expert_matmul(inners[1], down, parts, routes, TILE)
+    experts.combine(parts, routes, total, weighted=True)
+    found = residual.clone()
+    expert_rows.add_down(inners[1], down, found, routes)
+    torch.testing.assert_close(found, residual + total[0], atol=1e-4, rtol=1e-4)

@@ -227,16 +227,21 @@ def _decode(
     FIXED: tl.constexpr, SHARED: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
-    wait(AHEAD)
     at, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(which + at) if CHOSEN else at
-    if row < 0:  # a captured step has room for more rows than it may need
-        return
+    if CHOSEN:
+        wait(AHEAD)
+        row = tl.load(which + at)
+        if row < 0:  # a captured step has room for more rows than it may need
+            return
+    else:
+        row = at
     run = tl.load(ints + RUN_AT * rows + row)
     count = tl.load(ints + (RUN_AT + 1) * rows + row)
     start = tl.load(ints + (RUN_AT + 2) * rows + row)
     end_slot = tl.load(ints + (RUN_AT + 3) * rows + row)
     table = ints + tl.load(ints + PAGE_FIELD * rows + row)
+    if not CHOSEN:
+        wait(AHEAD)  # the host has written the step's numbers: no kernel computes them
     first = start // BN * BN
     g, d = tl.arange(0, BM), tl.arange(0, WIDE)
     live = (g < GROUP)[:, None] & (d < DIM)[None, :]

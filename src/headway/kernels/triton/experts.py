@@ -44,13 +44,15 @@ class ExpertBlocks:
 class ExpertOperand:
     """A matrix [N, K] for each of X experts, and biases [X, N] or none.
 
-    Without scales `weight` [X, N, K] are floats; with them the codes of MXFP4 [X, N, K / 2], two in a byte, the first
-    in its low half, and each of `scales` [X, N, K / 32] is e, for 2^(e - 127); e below 2, about 10^-38, is taken for 0.
+    Without scales `weight` [X, N, K] are floats. With them it is in MXFP4, as `models.quantized.fp4` stores it; e below
+    2, about 10^-38, may be taken for 0.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scales: Tensor | None = None
+    exponent: int = 0
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,13 +136,15 @@ def expert_matmul(
     """
     pairs, n, k = routes.chosen.numel(), y.shape[1], x.shape[1]
     assert w.weight.is_contiguous() and x.stride(1) == 1  # noqa: PT018
+    assert gate is None or w.scales is None or w.gated
     blocks = pairs if by is None else len(by.blocks)
     how = gate or ExpertGate("")
     _expert_matmul[(blocks, triton.cdiv(n, tile.outputs))](
         x, w.weight, w.scales, y, w.bias, routes.chosen if by is None else by.order, None if by is None else by.blocks,
         routes.weights if weighted else None, n, k, x.stride(0),
-        PER=pairs // x.shape[0], GATED=gate is not None, KIND=how.activation, CLAMP=how.clamp or 0.0, ALPHA=how.alpha,
-        EVEN=k % tile.inputs == 0 and n % tile.outputs == 0, BM=tile.rows, BN=tile.outputs, BK=tile.inputs,
+        PER=pairs // x.shape[0], GATED=gate is not None, PAIRED=w.gated, KIND=how.activation, CLAMP=how.clamp or 0.0,
+        ALPHA=how.alpha, FACTOR=2.0**w.exponent, EVEN=k % tile.inputs == 0 and n % tile.outputs == 0,
+        BM=tile.rows, BN=tile.outputs, BK=tile.inputs,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=ahead,
         num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
     )  # fmt: skip
@@ -193,20 +197,39 @@ def _route(
     wait(AHEAD)
     row, x, slot = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, SLOTS)
     given = tl.load(logits + row.to(tl.int64) * X + x, mask=x < X, other=float("-inf")).to(tl.float32)
-    free, ids, picked = x < X, tl.zeros((SLOTS,), tl.int32), tl.full((SLOTS,), float("-inf"), tl.float32)
-    for j in tl.static_range(K):
-        best = tl.max(tl.where(free, given, float("-inf")), 0)
-        place = tl.min(tl.where(free & (given == best), x, X - 1), 0)  # of a NaN, some expert
-        free = free & (x != place)
-        ids, picked = tl.where(slot == j, place, ids), tl.where(slot == j, best, picked)
+    ids, weight = choose(given, X, K, SLOTS, NORMALIZE, SIGMOID)
+    tl.store(chosen + row * K + slot, ids, mask=slot < K)
+    tl.store(weights + row * K + slot, weight, mask=slot < K)
+
+
+@triton.jit
+def choose(
+    given, X: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr
+):
+    """The K highest of a row's logits, -inf beyond X, and their weights; see `route`."""
+    x, slot = tl.arange(0, given.shape[0]), tl.arange(0, SLOTS)
+    ids, picked = tl.zeros((SLOTS,), tl.int32), tl.full((SLOTS,), float("-inf"), tl.float32)
+    numbers = tl.where(given != given, float("-inf"), given) + 0.0  # noqa: PLR0124 - of a NaN, some expert; no -0
+    keys = tl.where(x < X, (_flipped(numbers.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (X - 1 - x), -(1 << 63))
+    for j in tl.static_range(K):  # the number above, the place below, which is the smaller the higher
+        best = tl.max(keys, 0)
+        place = X - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        keys = tl.where(x == place, -(1 << 63), keys)
+        number = _flipped((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        ids, picked = tl.where(slot == j, place, ids), tl.where(slot == j, number, picked)
     if SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-picked))
     else:
         highest = tl.max(given, 0)
         weight = tl.exp(picked - highest)
         weight = weight / (tl.sum(weight, 0) if NORMALIZE else tl.sum(tl.exp(given - highest), 0))
-    tl.store(chosen + row * K + slot, ids, mask=slot < K)
-    tl.store(weights + row * K + slot, weight, mask=slot < K)
+    return ids, weight
+
+
+@triton.jit
+def _flipped(bits):
+    """The bits of a float32 as an integer of the same order, and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
@@ -321,53 +344,71 @@ def _float_sums(
 
 
 @triton.jit
-def _fp4_numbers(codes, scale, kind: tl.constexpr):
-    """Floats of 4-bit codes: a sign, two bits of exponent and one of mantissa, times a power of two."""
-    exponent, mantissa = (codes >> 1) & 3, codes & 1
+def _fp4(words, scales, strip, r, h: tl.constexpr, k, mask, K, kind: tl.constexpr):
+    """The inputs k of outputs r + 8 h of strips in MXFP4, as floats."""
+    at = strip * ((K + 63) // 64) + k // 64
+    word = tl.load(words + at * 128 + (r * 4 + k // 8 % 4) * 4 + k // 32 % 2 * 2 + k // 4 % 2, mask=mask, other=0)
+    own = strip * ((K + 255) // 256) + k // 256
+    f = tl.load(scales + own * 128 + r * 16 + k // 32 % 8 * 2 + h, mask=mask, other=0).to(tl.int32)
+    bits, second = word >> k % 2 * 16, k // 2 % 2 == 1
+    if h == 0:
+        bits = tl.where(second, bits << 6, bits)
+        sign, exponent, mantissa = bits >> 15, bits >> 7, bits >> 6
+    else:
+        sign = tl.where(second, bits >> 14, bits >> 12)
+        exponent = tl.where(second, bits >> 10, bits >> 4)
+        mantissa = tl.where(second, bits >> 13, bits >> 3)
+    exponent, mantissa = exponent & 3, mantissa & 1
     doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << (tl.maximum(exponent, 1) - 1))
-    signed = tl.where(codes >= 8, -doubled, doubled)
-    return (signed.to(tl.float32) * scale).to(kind)
-
-
-@triton.jit
-def _fp4(codes, scales, row, k, c, mask, K, kind: tl.constexpr):
-    """The inputs k + 2 c and k + 2 c + 1 of rows of matrices in MXFP4."""
-    packed = tl.load(codes + row[:, None] * (K // 2) + k // 2 + c[None, :], mask=mask, other=0).to(tl.int32)
-    e = tl.load(scales + row[:, None] * (K // 32) + (k // 2 + c[None, :]) // 16, mask=mask, other=0).to(tl.int32)
-    scale = (tl.maximum(e - 1, 0) << 23).to(tl.float32, bitcast=True)  # 2^(e - 128): numbers come doubled
-    return _fp4_numbers(packed & 15, scale, kind), _fp4_numbers(packed >> 4, scale, kind)
+    signed = tl.where((sign & 1) == 1, -doubled, doubled).to(tl.float32)
+    return (signed * (tl.maximum(f - 127, 0) << 23).to(tl.float32, bitcast=True)).to(kind)  # 2^(e - 128)
 
 
 @triton.jit
 def _fp4_sums(
-    xs, weight, scales, first, n, o, there, given, total, up, K,
-    WEIGHTED: tl.constexpr, GATED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    xs, weight, scales, expert, n, o, there, given, total, up, K,
+    WEIGHTED: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, FACTOR: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same of matrices in MXFP4: inputs in the low halves of bytes are multiplied by themselves, as are others."""
-    c = tl.arange(0, BK // 2)
+    """The same of matrices in MXFP4, of which a strip has 16 outputs or, PAIRED, eight and those as far above them."""
+    c, size = tl.arange(0, BK)[None, :], 16
+    own, count, is_above = o, n, o % 16 >= 8
+    if PAIRED:
+        size, count = 8, n if GATED else n // 2
+        own, is_above = o % count, o >= count
+    strip, r = (expert * ((count + size - 1) // size) + own // size)[:, None], (own % 8)[:, None]
     for k in range(0, K, BK):
-        here = (k + 2 * c < K)[None, :]
-        low = tl.load(xs + k + 2 * c[None, :], mask=there[:, None] & here, other=0.0)
-        high = tl.load(xs + k + 2 * c[None, :] + 1, mask=there[:, None] & here, other=0.0)
+        here = k + c < K
+        a, mask = tl.load(xs + k + c, mask=there[:, None] & here, other=0.0), (o < n)[:, None] & here
         if WEIGHTED:
-            low = (low.to(tl.float32) * given[:, None]).to(low.dtype)
-            high = (high.to(tl.float32) * given[:, None]).to(high.dtype)
-        b0, b1 = _fp4(weight, scales, first, k, c, (o < n)[:, None] & here, K, low.dtype)
-        total = tl.dot(low, tl.trans(b0), total, input_precision=PRECISION)
-        total = tl.dot(high, tl.trans(b1), total, input_precision=PRECISION)
+            a = (a.to(tl.float32) * given[:, None]).to(a.dtype)
+        b = _fp4(weight, scales, strip, r, 0, k + c, mask, K, a.dtype)
+        other = _fp4(weight, scales, strip, r, 1, k + c, mask, K, a.dtype)
         if GATED:
-            b0, b1 = _fp4(weight, scales, first + n, k, c, (o < n)[:, None] & here, K, low.dtype)
-            up = tl.dot(low, tl.trans(b0), up, input_precision=PRECISION)
-            up = tl.dot(high, tl.trans(b1), up, input_precision=PRECISION)
-    return total, up
+            up = tl.dot(a, tl.trans(other), up, input_precision=PRECISION)
+        else:
+            b = tl.where(is_above[:, None], other, b)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total * FACTOR, up * FACTOR
+
+
+@triton.jit
+def gated_pair(gate, up, KIND: tl.constexpr, CLAMP: tl.constexpr, ALPHA: tl.constexpr):
+    """What an expert makes of gate and up."""
+    if CLAMP > 0:
+        gate = tl.minimum(gate, CLAMP)
+        up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+        return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    else:
+        return activated(gate, KIND) * up
 
 
 @triton.jit
 def _expert_matmul(
     x, weight, scales, y, bias, order, blocks, weights, n, K, x_row,
-    PER: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, CLAMP: tl.constexpr, ALPHA: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PER: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, KIND: tl.constexpr, CLAMP: tl.constexpr,
+    ALPHA: tl.constexpr, FACTOR: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     wait(AHEAD)
@@ -392,8 +433,9 @@ def _expert_matmul(
     up = tl.zeros((BM, BN), tl.float32)
     if scales is not None:
         total, up = _fp4_sums(
-            xs, weight, scales, first, n, o, there, given, total, up, K, weights is not None, GATED, BK, PRECISION
-        )
+            xs, weight, scales, expert, n, o, there, given, total, up, K, weights is not None, GATED, PAIRED, FACTOR,
+            BK, PRECISION,
+        )  # fmt: skip
     else:
         total, up = _float_sums(
             xs + c[None, :], weight, first, n, o, there, given, total, up, c, K, weights is not None, GATED, EVEN, BK,
@@ -404,12 +446,7 @@ def _expert_matmul(
     if GATED:
         if bias is not None:
             up += tl.load(bias + expert * outputs + n + o, mask=o < n, other=0.0).to(tl.float32)[None, :]
-        if CLAMP > 0:
-            gate = tl.minimum(total, CLAMP)
-            up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
-            total = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
-        else:
-            total = activated(total, KIND) * up
+        total = gated_pair(total, up, KIND, CLAMP, ALPHA)
     place = y + pair.to(tl.int64)[:, None] * n + o[None, :]
     tl.store(place, total.to(y.dtype.element_ty), mask=there[:, None] & (o < n)[None, :])
 

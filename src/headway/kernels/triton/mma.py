@@ -19,22 +19,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 
-
-def _mma(d: str, a: str, b: str, c: str) -> str:
-    return f"{_MMA} {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
+def _mma(d: str, a: str, b: str, c: str, kind: str = "f16") -> str:
+    return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
 
 
 def _list(first: int, count: int = 4, step: int = 1) -> str:
     return ", ".join(f"${first + i * step}" for i in range(count))
 
 
-def _eight_bit_sums() -> str:
+def _four_sums(kind: str) -> str:
     """$0–3 = $4–7 + the four matmuls of A in $8–23 (a₀ of all four, then a₁, …) with B in $24–31."""
     lines, total = ["{", ".reg .f32 d<4>;"], _list(4)
     for t in range(4):
-        lines.append(_mma("d0, d1, d2, d3", _list(8 + t, step=4), _list(24 + 2 * t, 2), total))
+        lines.append(_mma("d0, d1, d2, d3", _list(8 + t, step=4), _list(24 + 2 * t, 2), total, kind))
         total = "d0, d1, d2, d3"
     return "\n".join([*lines, *(f"mov.f32 ${i}, d{i};" for i in range(4)), "}"])
 
@@ -73,6 +71,30 @@ def _int8_unpack() -> str:
             lines += [f"prmt.b32 ${low}, ${word}, k, 0x4140;", f"sub.rn.f16x2 ${low}, ${low}, m;"]
             lines += [f"prmt.b32 ${high}, ${word}, k, 0x4342;", f"sub.rn.f16x2 ${high}, ${high}, m;"]
     return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _fp4_unpack(block: int) -> str:
+    """A in bfloat16 of four words $16–19 of MXFP4 into $0–15: a₀ of all four, then a₁, … $20–23 have the exponents of
+    outputs r and r + 8 for two words each, for four blocks.
+
+    A place of a word is moved to where bfloat16 has these bits, and multiplied; adding -0 changes nothing.
+    """
+    lines = ["{", ".reg .b32 u, v, s<4>;"]
+    for g in range(4):
+        lines += [f"bfe.u32 u, ${20 + block}, {8 * g}, 8;", f"mul.lo.u32 s{g}, u, 0x00800080;"]
+    for t in range(4):
+        word, low, high = f"${16 + t}", f"s{t // 2 * 2}", f"s{t // 2 * 2 + 1}"
+        lines.append(f"and.b32 ${t}, {word}, 0x81c081c0;")
+        lines += [f"shl.b32 u, {word}, 3;", f"and.b32 ${4 + t}, u, 0x81c081c0;"]
+        lines += [f"shl.b32 u, {word}, 6;", f"and.b32 ${8 + t}, u, 0x81c081c0;"]
+        lines += [f"shl.b32 u, {word}, 1;", "and.b32 v, u, 0x80008000;"]
+        lines += [f"shr.u32 u, {word}, 3;", "lop3.b32 v, u, 0x01800180, v, 0xea;"]
+        lines += [f"shr.u32 u, {word}, 7;", f"lop3.b32 ${12 + t}, u, 0x00400040, v, 0xea;"]
+        for a in range(4):
+            scale = low if a % 2 == 0 else high
+            lines.append(f"fma.rn.bf16x2 ${4 * a + t}, ${4 * a + t}, {scale}, z;")
+    return "\n".join([*lines[:2], ".reg .b32 z;", "mov.b32 z, 0x80008000;", *lines[2:], "}"])
 
 
 def _lane_predicates() -> list[str]:
@@ -150,8 +172,10 @@ _ROW4_AT = tl.constexpr(_registers(("=&f", 4), ("f", 4), ("r", 22)))
 _ROW8 = tl.constexpr(_one_row("int8"))
 _ROW_FP8 = tl.constexpr(_one_row("fp8"))
 _ROW8_AT = tl.constexpr(_registers(("=&f", 4), ("f", 4), ("r", 36)))
-_SUMS8 = tl.constexpr(_eight_bit_sums())
+_SUMS8 = tl.constexpr(_four_sums("f16"))
 _SUMS8_AT = tl.constexpr(_registers(("=f", 4), ("f", 4), ("r", 24)))
+_UNPACK_FP4_AT = tl.constexpr(_registers(("=&r", 16), ("r", 8)))
+_SUMS_BF16 = tl.constexpr(_four_sums("bf16"))
 
 
 @triton.jit
@@ -194,3 +218,17 @@ def row_sums(total, x, a0, b0, c0, d0, a1, b1, c1, d1, s, KIND: tl.constexpr):
         return tl.inline_asm_elementwise(
             _ROW_FP8, _ROW8_AT, [total, x, a0, a1, b0, b1, c0, c1, d0, d1], tl.float32, True, 4
         )
+
+
+@triton.jit
+def fp4_unpacked(w, s, BLOCK: tl.constexpr):
+    """A of four instructions, [.., 128] int32: two bfloat16 numbers each, of words of MXFP4 and exponents of four."""
+    return tl.inline_asm_elementwise(
+        _fp4_unpack(BLOCK), _UNPACK_FP4_AT, [w, s], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4
+    )
+
+
+@triton.jit
+def fp4_sums(total, a0, a1, a2, a3, xa, xb):
+    """The totals plus a block's matmul with rows in bfloat16."""
+    return tl.inline_asm_elementwise(_SUMS_BF16, _SUMS8_AT, [total, a0, a1, a2, a3, xa, xb], tl.float32, True, 4)

@@ -47,7 +47,7 @@ def read_kept(roles: Roles, some: tuple[str, ...], layer: int, dtype: torch.dtyp
     """Experts' matrices that stay in MXFP4, one below the other, without biases."""
     found = [_packed(roles, role, layer, device) for role in some]
     codes, scales = (torch.cat(list(parts), 1) for parts in zip(*found, strict=True))
-    return Fp4Experts(codes, scales, None, dtype)
+    return Fp4Experts.of(codes, scales, None, dtype, gated=len(some) > 1)
 
 
 def _name(roles: Roles, role: str, layer: int) -> str:

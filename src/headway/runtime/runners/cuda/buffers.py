@@ -78,6 +78,7 @@ class ExpertBuffers:
         self.logits = empty(rows, what.count, kind=dtype if what.groups is None else torch.float32)
         self.chosen = empty(rows, what.per_token, kind=torch.int32)
         self.weights = empty(rows, what.per_token, kind=torch.float32)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self.order, self.blocks = empty(pairs, kind=torch.int32), empty(pairs, 3, kind=torch.int32)
         self.inner, self.parts = empty(pairs, what.size), empty(pairs, c.hidden_size)
         self.shared_gate_up, self.shared_inner = empty(rows, 2 * what.shared_size), empty(rows, what.shared_size)

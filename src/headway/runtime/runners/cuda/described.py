@@ -14,6 +14,7 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.kernels.triton import fused
 from headway.kernels.triton.fused import HeadConfig, RowNorm
+from headway.kernels.triton.matvec import RmsNorm
 from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.runtime.runners.cuda.adapters import StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
@@ -96,9 +97,13 @@ class DescribedLayers:
         self._norms = [LayerNorms.of(layer) for layer in decoder.layers]
         self._ahead = matmuls.ahead
         self._experts = self._what.experts and CudaExperts(self._what.experts, self._what.activation, matmuls)
+        self._takes_one_row = self._is_plain() and all(map(self._routes_one_row, decoder.layers))
 
     def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
         """Take the step's residual rows through all layers."""
+        if step.count == 1 and self._takes_one_row and step.adapters is None and step.needed is None:
+            self._one_row(step, buffers, mark)
+            return
         n, last = step.count, len(self._layers) - 1
         many = self._matmuls.padded_rows(n, buffers)
         mixed = buffers.mixed[:many].flatten(1)
@@ -120,6 +125,33 @@ class DescribedLayers:
                 return
             self._attend(l, step, buffers, mark)
             self._finish_layer(l, rows, buffers, step.adapters, mark)
+
+    def _is_plain(self) -> bool:
+        """Whether a layer adds what its attention and its feed-forward make of the row's norm."""
+        what = self._what
+        before = what.norm_place == "before" and what.norm == "rms"
+        return (
+            before and self._latent is None and not what.parallel and not what.one_norm and what.residual_scale == 1.0
+        )
+
+    def _routes_one_row(self, layer: DescribedLayer) -> bool:
+        return self._experts is not None and self._experts.takes_one_row(layer)
+
+    def _one_row(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> None:
+        """Take one row through all layers, whose norms are in the kernels of the matmuls after them."""
+        x, h, mixed = buffers.x[:1], buffers.h[:1], buffers.mixed[0].flatten()
+        assert self._experts is not None
+        assert buffers.experts is not None
+        for l, layer in enumerate(self._layers):
+            self._matmuls.matvec(x[0], layer.qkv, buffers.qkv[0], norm=RmsNorm(layer.input_norm, layer.eps))
+            if self._heads[l].by_row and self._heads[l].q_norm is not None:
+                fused.norm_projections(buffers.qkv[:1], self._heads[l], ahead=self._ahead)
+            mark("qkv")
+            self._attend(l, step, buffers, mark)
+            self._matmuls.matvec(mixed, layer.out, x[0], add=True)
+            mark("output projection")
+            self._experts.one_row(layer, x, RmsNorm(layer.mlp_norm, layer.eps), h, buffers.experts)
+            mark("feed-forward")
 
     def _finish_layer(self, l: int, rows: LayerRows, buffers: Buffers, adapters: StepTiles | None, mark: Mark) -> None:
         """A layer after its attention, and the norm that the next one begins with."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
-from headway.kernels.triton import experts, fused
+from headway.kernels.triton import expert_rows, experts, fused
 from headway.kernels.triton.adapters import expert_lora
+from headway.kernels.triton.expert_rows import Router
 from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes
+from headway.kernels.triton.fp4_experts import Fp4Tile, fp4_add_down, fp4_matmul, pick_fp4_tile
 from headway.kernels.triton.launch import shared_memory
 from headway.kernels.triton.matmul import MatmulTile
+from headway.kernels.triton.matvec import RmsNorm
 from headway.models.described import DescribedLayer
 from headway.models.description import Experts
 from headway.models.experts import ExpertWeights, GroupedExperts
@@ -20,6 +25,7 @@ from headway.runtime.runners.cuda.adapters import StepTiles
 from headway.runtime.runners.cuda.buffers import ExpertBuffers
 from headway.runtime.runners.cuda.matmuls import Matmuls
 
+MOST_ROUTED = 1024  # experts that one row may be routed to with its norm
 ONE_BY_ONE = 0.5  # times the experts: so many pairs of rows and experts, or fewer, are multiplied one by one
 
 
@@ -42,24 +48,23 @@ class CudaExperts:
             self._route(l, weights, h, room, adapters),
             self.what.sigmoid_inputs,
         )
-        tile = self._tile(pairs, h.dtype)
-        by = None
+        tile, by = self._tile(pairs, layer, h.dtype), None
         if pairs > ONE_BY_ONE * self.what.count:
             blocks = experts.most_blocks(pairs, self.what.count, tile.rows)
             by = ExpertBlocks(room.order[:pairs], room.blocks[:blocks])
             experts.sort_by_expert(routes.chosen, self.what.count, by, tile.rows, ahead=ahead)
         inner, parts, up, down = room.inner[:pairs], room.parts[:pairs], _matrices(layer.gate_up), _matrices(layer.down)
-        gate = ExpertGate(self.activation, self.what.clamp, self.what.alpha)
+        how: dict[str, Any] = {"by": by, "ahead": ahead}
         if added := self.matmuls.expert_terms(l, "expert_gate_up", adapters):
             # In float32, as a gated matmul has them: what other rows are does not change a row by more than that.
             gate_up = torch.empty(pairs, 2 * inner.shape[1], dtype=torch.float32, device=h.device)
-            experts.expert_matmul(h, up, gate_up, routes, tile, by=by, weighted=weighted, ahead=ahead)
+            _matmul(h, up, gate_up, routes, tile, weighted=weighted, **how)
             for term in added:
                 expert_lora.add_low_rank(h, gate_up, routes, term, weighted=weighted, ahead=ahead)
-            expert_lora.gated(gate_up, inner, gate, ahead=ahead)
+            expert_lora.gated(gate_up, inner, self._gate, ahead=ahead)
         else:
-            experts.expert_matmul(h, up, inner, routes, tile, by=by, gate=gate, weighted=weighted, ahead=ahead)
-        experts.expert_matmul(inner, down, parts, routes, tile, by=by, ahead=ahead)
+            _matmul(h, up, inner, routes, tile, gate=self._gate, weighted=weighted, **how)
+        _matmul(inner, down, parts, routes, tile, **how)
         for term in self.matmuls.expert_terms(l, "expert_down", adapters):
             expert_lora.add_low_rank(inner, parts, routes, term, ahead=ahead)
         shared, shared_gate = self._shared(l, layer, h, room, adapters)
@@ -76,13 +81,41 @@ class CudaExperts:
             self.matmuls.low_rank((l, "router"), h, logits, adapters)
             experts.route_by_groups(logits, routes, **weights.routing(), ahead=ahead)
             return routes
-        self.matmuls.adapted((l, "router"), h, weights.router, logits, adapters)
+        self.matmuls.project((l, "router"), h, weights.router, logits, adapters)
         experts.route(logits, routes, normalize=what.normalize, sigmoid=what.sigmoid_inputs, ahead=ahead)
         return routes
 
-    def _tile(self, pairs: int, dtype: torch.dtype) -> MatmulTile:
+    def takes_one_row(self, layer: DescribedLayer) -> bool:
+        """Whether `one_row` computes a layer."""
+        what, kept = self.what, [isinstance(w, Fp4Experts) for w in (layer.gate_up, layer.down)]
+        fits = not any(kept) or _is_fp4(layer, self.matmuls.dtype)
+        plain = what.groups is None and not what.sigmoid_inputs and what.shared_size == 0 and what.count <= MOST_ROUTED
+        return layer.experts is not None and plain and fits and not self.matmuls.deterministic
+
+    def one_row(self, layer: DescribedLayer, x: Tensor, norm: RmsNorm, h: Tensor, room: ExpertBuffers) -> None:
+        """Add to a row x [1, E] what a layer's experts make of its norm, which goes into h [1, E]."""
+        weights, ahead = layer.experts, self.matmuls.ahead
+        assert weights is not None
+        routes, inner = Routes(room.chosen[:1], room.weights[:1]), room.inner[: self.what.per_token]
+        router = Router(weights.router.weight, weights.router.bias, room.logits[0], room.arrived, self.what.normalize)
+        expert_rows.norm_and_route(x[0], norm, h[0], router, routes, ahead=ahead)
+        up, down = _matrices(layer.gate_up), _matrices(layer.down)
+        if up.scales is None:
+            expert_rows.gate_times_up(h, up, inner, routes, self._gate, ahead=ahead)
+            expert_rows.add_down(inner, down, x[0], routes, ahead=ahead)
+        else:
+            fp4_matmul(h, up, inner, routes, pick_fp4_tile(0.0), gate=self._gate, ahead=ahead)
+            fp4_add_down(inner, down, x[0], routes, ahead=ahead)
+
+    @property
+    def _gate(self) -> ExpertGate:
+        return ExpertGate(self.activation, self.what.clamp, self.what.alpha)
+
+    def _tile(self, pairs: int, layer: DescribedLayer, dtype: torch.dtype) -> MatmulTile | Fp4Tile:
         """The tile of these pairs; one for all in deterministic mode."""
         each = 0.0 if self.matmuls.deterministic else pairs / self.what.count
+        if _is_fp4(layer, dtype) and not self.what.sigmoid_inputs:
+            return pick_fp4_tile(each, deterministic=self.matmuls.deterministic)
         return experts.pick_expert_tile(each, dtype, shared_memory(self.matmuls.device))
 
     def _shared(
@@ -102,6 +135,31 @@ class CudaExperts:
         return shared, room.shared_gate[:n]
 
 
+def _matmul(
+    x: Tensor,
+    w: ExpertOperand,
+    y: Tensor,
+    routes: Routes,
+    tile: MatmulTile | Fp4Tile,
+    *,
+    weighted: bool = False,
+    **how: Any,
+) -> None:
+    """Rows by the matrices of their experts, by the kernel that has such tiles."""
+    if isinstance(tile, Fp4Tile):
+        assert not weighted
+        fp4_matmul(x, w, y, routes, tile, **how)
+    else:
+        experts.expert_matmul(x, w, y, routes, tile, weighted=weighted, **how)
+
+
+def _is_fp4(layer: DescribedLayer, dtype: torch.dtype) -> bool:
+    """Whether tensor cores take a layer's experts in MXFP4."""
+    return all(isinstance(w, Fp4Experts) for w in (layer.gate_up, layer.down)) and dtype == torch.bfloat16
+
+
 def _matrices(w: Linear | Fp4Experts) -> ExpertOperand:
-    """As the kernel takes them."""
-    return ExpertOperand(w.codes, w.bias, w.scales) if isinstance(w, Fp4Experts) else ExpertOperand(w.weight, w.bias)
+    """As the kernels take them."""
+    if isinstance(w, Fp4Experts):
+        return ExpertOperand(w.words, w.bias, w.scales, w.exponent, w.gated)
+    return ExpertOperand(w.weight, w.bias)
