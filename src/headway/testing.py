@@ -23,10 +23,9 @@ from headway.base.specs.probes import Logits, Probe
 from headway.base.specs.samplers import Sampling
 from headway.base.system.extras import explain_missing
 from headway.kernels.host.rope import Rope, frequencies
-from headway.kernels.native.library import EXPERT_ROLES
 from headway.kv.allocator import Clear, Copy, Edit, Export, Gather, Import, Load, Save
 from headway.models.adapters.adapter import Adapter
-from headway.models.adapters.bound import BoundAdapter, head_shape, layer_targets, target_shapes
+from headway.models.adapters.bound import BoundAdapter, head_shape, layer_targets, matrices_of, target_shapes
 from headway.models.adapters.low_rank import HEAD, ROLES, LowRank, Target
 from headway.models.config import ModelConfig
 from headway.models.description import PLAIN, Description, Recurrence
@@ -126,9 +125,8 @@ def random_adapter(
         for role in roles
         if (shape := shapes.get(role)) is not None
     ]
-    experts = config.description.experts
     for target, (n, k) in [*places, *([(HEAD, head_shape(config))] if head else [])]:
-        each = (experts.count,) if experts is not None and target.part in EXPERT_ROLES else ()
+        each = (count,) if (count := matrices_of(config, target.part)) else ()
         a, b = (torch.randn(*each, *shape, generator=generator) for shape in ((rank, k), (n, rank)))
         a, b = (a / math.sqrt(k)).to(dtype), (b * strength / math.sqrt(rank)).to(dtype)
         pairs[target] = LowRank(from_tensor(a), from_tensor(b), 1.0)

@@ -29,7 +29,7 @@ SLOW = (
     "gemma4-experts",
 )
 PARAMETERS = re.compile(r"(?:experts\.(?:gate_up|down)_proj|\.(?:gate|router|router\.proj)\.weight)$")
-LINEAR = re.compile(r"shared_expert|shared_mlp|self_attn\.[qv]_proj$")
+LINEAR = re.compile(r"shared_expert|shared_mlp|self_attn\.(?:[qv]_proj|kv_b_proj)$")
 TOKENS = random_tokens(97, 21)
 
 
@@ -387,6 +387,21 @@ def test_memory_of_experts_is_counted(tmp_path: Path) -> None:
         assert engine.stats().adapter_bytes >= adapter.nbytes
         engine.unload_adapter(adapter)
         assert (engine.stats().adapters, engine.stats().adapter_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("native", ["require", "off"])
+def test_keys_and_values_of_heads_share_what_they_are_made_with(
+    native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A of `kv_b_proj` is kept twice, for keys and for values, whatever the number of heads."""
+    monkeypatch.setenv("HEADWAY_NATIVE", native)
+    _, model = family_model("deepseek-v2")
+    wrapped = adapted(model, parts="kv_b_proj", r=16)
+    adapter = adapter_of(wrapped)
+    with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=8, threads=1) as engine:
+        assert_close(all_logits(engine, TOKENS, adapter), logits_of(wrapped, TOKENS))
+        once_more = sum(pair.a.nbytes for pair in adapter.pairs.values())
+        assert engine.stats().adapter_bytes - adapter.nbytes < 4 * once_more  # what it is padded with included
 
 
 def test_zero_is_no_change(tmp_path: Path) -> None:

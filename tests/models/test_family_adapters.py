@@ -25,7 +25,6 @@ from support.lora import logits_of, save_lora, state_of, with_lora
 QUICK = ("gpt2", "gpt-neox", "falcon-new", "gptj", "phi3", "glm4", "qwen3.5", "lfm2", "mamba2", "deepseek-v2")
 # What adapters do not change, by the end of its name.
 REFUSED = (
-    "kv_b_proj",
     *("correction_coefs", "prediction_coefs", "modality_router", "linear_left", "linear_right"),
     *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
     *("altup_projections.0", "altup_projections.1", "altup_projections.2"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.kernels.host.attention import ChunkWindow
-from headway.kernels.native.library import ADAPTER_ROLES, EXPERT_ROLES
+from headway.kernels.native.library import ADAPTER_ROLES, EXPERT_ROLES, HEAD_ROLES
 from headway.models.config import ModelConfig
 from headway.models.families import is_llama_like
 from headway.models.weights.shapes import layer_shapes
 
-ADAPTED = (*ADAPTER_ROLES, *EXPERT_ROLES)  # linear layers that adapters may change
+ADAPTED = (*ADAPTER_ROLES, *EXPERT_ROLES, *HEAD_ROLES)  # linear layers that adapters may change
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
 
 
@@ -61,6 +61,7 @@ class Capabilities:
     def missing(self) -> tuple[str, ...]:
         """What is refused, in words."""
         has = {role.removeprefix("expert_") for role in self.adapters}
+        has |= {"q", "k", "v"} if "key_up" in has else set()
         without = [role for role in ATTENTION + FEED_FORWARD if role not in has]
         words = (
             (self.native, "the native step (torch computes it on a CPU)"),

@@ -11,7 +11,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 16
+#define HW_VERSION 17
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2, HW_SCALE_E8 = 3 };
@@ -144,6 +144,7 @@ typedef struct {
   hw_low_rank q_down, q_up, kv_down;                                                   // of latent attention
   hw_low_rank router, shared_gate, shared_up, shared_down, shared_router;              // of experts
   const hw_low_rank *expert_gate, *expert_up, *expert_down;                            // [experts], or null
+  const hw_low_rank *key_up, *value_up;                                                // [heads], or null
 } hw_adapter_layer;
 
 // An adapter of a step, and its rows in adapter_rows.

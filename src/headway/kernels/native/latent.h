@@ -11,6 +11,7 @@ namespace HW_NS {
 struct LatentBuffers {
   Buffer<float> low, queries, heads, out;  // latent queries, queries, rows by head, outputs of heads
   QuantizedActivations rows, head_rows;
+  std::vector<std::vector<int>> of;  // one per thread
   std::vector<hw_matrix> matrices;  // [threads, heads] one matrix for each head
   std::vector<Matmul> list;
 };
@@ -28,6 +29,7 @@ struct LatentAttention {
     s().low.fit(T * LOW), s().queries.fit(T * QUERIES), s().out.fit(T * OUT);
     s().heads.fit((size_t)H * T * up(std::max(m.key_dim, m.latent), 32));
     s().rows.fit(T, std::max(m.query_latent, 1)), s().head_rows.fit(H * T, std::max(m.key_dim, m.latent));
+    s().of.resize(f.threads);
     s().matrices.resize((size_t)f.threads * H), s().list.resize((size_t)f.threads * H);
     for (int r = 0; r < T; r++) pad(s().out.at + r * OUT, H * m.value_dim, OUT);
   }
@@ -45,7 +47,7 @@ struct LatentAttention {
     f.phase(i, HW_QKV);
     by_head(i, l);
     f.sync();
-    heads(i, w.key_up, m.latent, f.workspace.q.at + m.rotated, m.head_dim, f.Q);
+    heads(i, l, w.key_up, &Roles::key_up, m.latent, f.workspace.q.at + m.rotated, m.head_dim, f.Q);
     f.sync();
     for (int n = f.from(i, T * H); n < f.from(i + 1, T * H); n++) {
       float* q = f.workspace.q.at + n / H * f.Q + (size_t)(n % H) * m.head_dim;
@@ -62,7 +64,7 @@ struct LatentAttention {
     for (int n = f.from(i, T * H); n < f.from(i + 1, T * H); n++)
       head_row(f.workspace.mixed.at + n / H * f.Q + (size_t)(n % H) * m.head_dim + m.rotated, m.latent, n % H * T + n / H, is_quantized(w));
     f.sync();
-    heads(i, w, m.value_dim, s().out.at, m.value_dim, OUT);
+    heads(i, l, w, &Roles::value_up, m.value_dim, s().out.at, m.value_dim, OUT);
     f.sync();
   }
 
@@ -113,8 +115,26 @@ struct LatentAttention {
     if (quantized) quantize_row(to, k, place, s().head_rows);
   }
 
-  // Each head's rows times its own matrix of `n` outputs, which lie `apart` numbers apart.
-  void heads(int i, const hw_matrix& w, int n, float* to, size_t apart, size_t stride) {
+  // Each head's rows times its own matrix of `n` outputs, which lie `apart` numbers apart, and what adapters add.
+  void heads(int i, int l, const hw_matrix& w, ExpertPiece piece, int n, float* to, size_t apart, size_t stride) {
+    if (!f.head_width) return heads_alone(i, w, n, to, apart, stride);
+    ExpertPlaces& places = f.workspace.adapted[i];
+    std::vector<int>& of = s().of[i];  // the places of a row's heads, and then the heads
+    of.resize((size_t)2 * T * H);
+    for (int n = 0; n < T * H; n++) of[n] = n % H * T + n / H, of[T * H + n] = n % H;
+    places.fill(f.step, l, {piece}, H, H, of.data(), of.data() + T * H);
+    const std::initializer_list<ExpertPiece> pieces = {piece};
+    const ExpertUses uses{f.adapters, l, pieces, places, f.workspace.expert_low_rank.at, f.head_width, T, apart};
+    hw_matrix one = {};
+    one.n = n;
+    const Matmul outputs{&one, {}, {to, stride, false}};
+    shrink(uses, w.k, s().heads.at, up(w.k, 32), i, f.threads);
+    heads_alone(i, w, n, to, apart, stride);
+    f.sync();
+    expand(uses, &outputs, i, f.threads);
+  }
+
+  void heads_alone(int i, const hw_matrix& w, int n, float* to, size_t apart, size_t stride) {
     hw_matrix* own = &s().matrices[(size_t)i * H];
     Matmul* list = &s().list[(size_t)i * H];
     for (int h = 0; h < H; h++) {

@@ -22,6 +22,7 @@ constexpr Piece EVERY_PIECE[] = {&Roles::q, &Roles::k, &Roles::v, &Roles::o, &Ro
                                  &Roles::q_down, &Roles::q_up, &Roles::kv_down,
                                  &Roles::router, &Roles::shared_gate, &Roles::shared_up, &Roles::shared_down, &Roles::shared_router};
 constexpr ExpertPiece EXPERT_PIECES[] = {&Roles::expert_gate, &Roles::expert_up, &Roles::expert_down};
+constexpr ExpertPiece HEAD_PIECES[] = {&Roles::key_up, &Roles::value_up};
 constexpr hw_low_rank NO_PAIR = {};
 
 // The adapters of a step, and where A x goes: [uses, PIECES, width], a use being a row under one adapter.
@@ -41,7 +42,7 @@ struct Adapters {
 
 // The uses of one layer's matmuls. Both kinds have:
 //   each(f)    calls f(pair of the n-th piece, first use, end) for the uses under one adapter
-//   row, scale of a use, and at(use, n): where A x goes
+//   row, scale of a use, at(use, n): where A x goes, and target(use, to): the outputs that are added to
 struct LayerUses {
   const Adapters& adapters;
   const int layer;
@@ -50,6 +51,7 @@ struct LayerUses {
   int count() const { return (int)pieces.size(); }
   int row(int use) const { return adapters.step.adapter_rows[use]; }
   float scale(int use) const { return adapters.step.adapter_scales[use]; }
+  float* target(int use, const MatmulOutput& to) const { return to.y + row(use) * to.stride; }
   float* at(int use, int piece) const { return adapters.out + ((size_t)use * PIECES + piece) * adapters.width; }
   template <class F>
   void each(F&& f) const {
@@ -60,7 +62,7 @@ struct LayerUses {
   }
 };
 
-// The places of experts' rows that are under adapters: the uses of an adapter by expert.
+// The places of experts' rows, or of heads' rows, that are under adapters: the uses of an adapter by expert.
 struct ExpertPlaces {
   struct Group {
     int adapter, expert, first, end;
@@ -70,12 +72,12 @@ struct ExpertPlaces {
   std::vector<float> scale;
 
   // `of` has for each row the places of its `each` entries, and `chosen` their experts.
-  void fill(const hw_step& step, int layer, int experts, int each, const int* of, const int* chosen) {
+  void fill(const hw_step& step, int layer, std::initializer_list<ExpertPiece> pieces, int experts, int each, const int* of, const int* chosen) {
     groups.clear(), place.clear(), scale.clear();
     for (int a = 0; a < step.adapter_count; a++) {
       const hw_adapter& one = step.adapters[a];
       const Roles& own = one.layers[layer];
-      if (!own.expert_gate && !own.expert_up && !own.expert_down) continue;
+      if (std::all_of(pieces.begin(), pieces.end(), [&](ExpertPiece piece) { return !(own.*piece); })) continue;
       const int before = (int)place.size(), all = one.count * each;
       place.resize(before + all), scale.resize(before + all);
       starts.assign(experts + 2, 0);
@@ -101,10 +103,14 @@ struct ExpertUses {
   const ExpertPlaces& places;
   float* out;
   const size_t width;
+  // Where outputs of heads are: those of each one's `rows` lie `apart` from the next one's.
+  const int rows = 1 << 30;
+  const size_t apart = 0;
 
   int count() const { return (int)pieces.size(); }
   int row(int use) const { return places.place[use]; }
   float scale(int use) const { return places.scale[use]; }
+  float* target(int use, const MatmulOutput& to) const { return to.y + row(use) / rows * apart + row(use) % rows * to.stride; }
   float* at(int use, int piece) const { return out + ((size_t)use * MOST + piece) * width; }
   template <class F>
   void each(F&& f) const {
@@ -194,7 +200,7 @@ inline void expand_tile(const Uses& uses, const hw_low_rank& w, int piece, int b
   }
   const int wide = std::min(LANES, n - block * LANES);
   for (int m = 0; m < M; m++) {
-    float* y = to.y + uses.row(use + m) * to.stride + block * LANES;
+    float* y = uses.target(use + m, to) + block * LANES;
     const vf scale = vf_set1(uses.scale(use + m) * w.factor);
     if (wide == LANES) {
       vf_store(y, vf_fma(acc[m], scale, vf_load(y)));

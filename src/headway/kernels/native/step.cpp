@@ -52,7 +52,7 @@ struct Forward {
   int most_queries = 1;  // of a work item
   size_t partial_size = 0;  // floats of one partial result
   Adapters adapters{step, nullptr, 0};
-  size_t expert_width = 0;  // of the largest rank of experts
+  size_t expert_width = 0, head_width = 0;  // of the largest rank of experts, and of heads
   double* clock_at = nullptr;
   std::chrono::steady_clock::time_point last{};
 
@@ -75,7 +75,9 @@ struct Forward {
     for (int a = 0; a < step.adapter_count; a++)
       for (int l = 0; l < m.layers; l++) fit_adapter(step.adapters[a].layers[l]);
     if (step.adapter_count) adapters.out = workspace.low_rank.fit((size_t)step.adapter_uses * PIECES * adapters.width);
-    if (expert_width) workspace.expert_low_rank.fit((size_t)step.adapter_uses * m.per_token * ExpertUses::MOST * expert_width);
+    const size_t widest = std::max(m.per_token * expert_width, m.heads * head_width);
+    if (widest) workspace.expert_low_rank.fit((size_t)step.adapter_uses * ExpertUses::MOST * widest);
+    if ((int)workspace.adapted.size() < threads) workspace.adapted.resize(threads);
     if (workspace.counter_count < 2 * m.layers) {  // two per layer: work items, and chunks of shared prefixes
       workspace.next.reset(new std::atomic<int>[2 * m.layers]);
       workspace.counter_count = 2 * m.layers;
@@ -88,6 +90,8 @@ struct Forward {
     for (Piece piece : EVERY_PIECE) adapters.width = std::max(adapters.width, (size_t)up((own.*piece).rank, LANES));
     for (ExpertPiece piece : EXPERT_PIECES)
       for (int e = 0; own.*piece && e < m.experts; e++) expert_width = std::max(expert_width, (size_t)up((own.*piece)[e].rank, LANES));
+    for (ExpertPiece piece : HEAD_PIECES)
+      for (int h = 0; own.*piece && h < m.heads; h++) head_width = std::max(head_width, (size_t)up((own.*piece)[h].rank, LANES));
   }
 
   // Whether a layer has experts beside its feed-forward.
@@ -98,7 +102,7 @@ struct Forward {
     workspace.expert_in.fit(places * std::max(E, G)), workspace.expert_out.fit(places * E);
     workspace.expert_gate.fit(places * G), workspace.expert_up.fit(places * G);
     workspace.expert_rows.fit(places, std::max(m.hidden, m.expert_inner));
-    if ((int)workspace.routings.size() < threads) workspace.routings.resize(threads), workspace.adapted.resize(threads);
+    if ((int)workspace.routings.size() < threads) workspace.routings.resize(threads);
     for (int i = 0; i < threads; i++) workspace.routings[i].fit(T, m);
   }
 
@@ -469,7 +473,7 @@ struct Forward {
     route(s.routes.at, X, T, m, w.router_correction, routing);
     for (int n = 0; w.expert_scale && n < places; n++) routing.weights[n] *= w.expert_scale[routing.chosen[n]];
     const bool adapted = expert_width != 0;
-    if (adapted) s.adapted[i].fill(step, l, m.experts, m.per_token, routing.place.data(), routing.chosen.data());
+    if (adapted) s.adapted[i].fill(step, l, {&Roles::expert_gate, &Roles::expert_up, &Roles::expert_down}, m.experts, m.per_token, routing.place.data(), routing.chosen.data());
     const float* h = own_h(i);
     const bool into = any_quantized({&w.expert_gate, &w.expert_up}), out = is_quantized(w.expert_down);
     for (int n = from(i, places); n < from(i + 1, places); n++) expert_row(h + routing.row[n] * E, m.hidden, E, n, into, m.weighted_inputs ? routing.weights[routing.entry[n]] : 1.0f);

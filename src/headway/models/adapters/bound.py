@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from headway.base.arrays import widen
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
-from headway.kernels.native.library import EXPERT_ROLES
+from headway.kernels.native.library import EXPERT_ROLES, HEAD_ROLES
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.gguf import NAMES as GGUF_MODULES
 from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
@@ -26,6 +27,7 @@ from headway.models.families import FAMILIES, by_name
 from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import has_experts, layer_shapes
 
+Stored = TypeVar("Stored")
 EXPERT = re.compile(r"\.(\d{1,6})(?=\.|$)")  # the number of an expert in the name of its module
 MAX_FACTOR = 1e38  # what float32 can hold
 LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near to
@@ -67,6 +69,9 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
             if key in layers[target.layer]:
                 raise BadModelFile(f"{what} has weights for {target}, and others for the model's {key} besides")
             _check_heads(adapter, target, role, config, what)
+            if role in HEAD_ROLES and which is None:
+                layers[target.layer] |= _of_heads(role, own, config)
+                continue
             b = own.b if rows is None else np.ascontiguousarray(own.b[rows])
             if role in ("q", "k") and interleaved:
                 b = half_split(b, config.head_dim, config.rope.dim)
@@ -97,6 +102,22 @@ def _each_pair(
     if turned or (module.turned and has == has[::-1]):
         pair = replace(pair, a=pair.b.swapaxes(1, 2), b=pair.a.swapaxes(1, 2))
     return [(i, replace(pair, a=_whole(pair.a[i]), b=_whole(pair.b[i]))) for i in range(pair.experts)]
+
+
+def _of_heads(role: str, pair: LowRank, config: ModelConfig) -> dict[str, LowRank]:
+    """The pairs of each head, of one for all keys and values: what makes keys takes queries to latent vectors instead.
+
+    A is one array for all of them.
+    """
+    latent = config.description.latent
+    assert latent is not None
+    by_head = pair.b.reshape(config.heads, -1, pair.rank)
+    if role == "key_up":
+        b = np.ascontiguousarray(pair.a.T)
+        own = [LowRank(np.ascontiguousarray(rows[: latent.key_dim].T), b, pair.scaling) for rows in by_head]
+    else:
+        own = [LowRank(pair.a, np.ascontiguousarray(rows[latent.key_dim :]), pair.scaling) for rows in by_head]
+    return {f"{role}.{head}": pair for head, pair in enumerate(own)}
 
 
 def _whole(matrix: np.ndarray) -> np.ndarray:
@@ -136,9 +157,7 @@ def _by_role(c: ModelConfig, layer: int) -> dict[str, Module]:
     """The modules of a layer by role: those of experts together, or each by its number."""
     modules: dict[str, Module] = {}
     for role, shape in layer_targets(c, layer).items():
-        if role in EXPERT_ROLES:
-            assert c.description.experts is not None
-            count = c.description.experts.count
+        if count := matrices_of(c, role):
             modules[f"{role}.{{}}"] = Module(shape, (Share(role),), count)
             modules[role] = Module(shape, (Share(role),), count, stacked=True)
         else:
@@ -158,6 +177,14 @@ def layer_targets(c: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """The shape [N, K] of each role's matrix in a layer."""
     shapes = layer_shapes(c, layer)
     return {role: (shapes[role][-2], shapes[role][-1]) for role in ADAPTED if role in shapes}
+
+
+def matrices_of(c: ModelConfig, role: str) -> int:
+    """How many matrices a layer has of a role: one for each expert or head; 0 if it is one for all."""
+    experts = c.description.experts
+    if role in EXPERT_ROLES and experts is not None:
+        return experts.count
+    return c.heads if role in HEAD_ROLES else 0
 
 
 def _head(config: ModelConfig) -> tuple[Module, None]:
@@ -214,6 +241,30 @@ def stored_pair(pair: LowRank, *, half: bool) -> tuple[np.ndarray, np.ndarray, f
     return a, b * np.float32(pair.scaling), 1.0
 
 
+class StoredPairs(Generic[Stored]):
+    """Pairs as a runner keeps them: `make` is given a matrix, and whether it is B, once for all pairs that have it."""
+
+    def __init__(self, make: Callable[[np.ndarray, bool], Stored], *, half: bool) -> None:
+        self._make, self._half = make, half
+        self._known: dict[tuple[int, float, Any], tuple[np.ndarray, Stored]] = {}
+
+    def of(self, pair: LowRank) -> tuple[Stored, Stored, float]:
+        """A, B and what to multiply their product with."""
+        a, b, factor = stored_pair(pair, half=self._half)
+        return self._held(pair.a, a, 1.0, False), self._held(pair.b, b, pair.scaling, True), factor
+
+    def _held(self, source: np.ndarray, matrix: np.ndarray, scaling: float, last: bool) -> Stored:
+        key = id(source), scaling, (matrix.dtype, last)
+        if key not in self._known:
+            self._known[key] = source, self._make(matrix, last)
+        return self._known[key][1]
+
+    @property
+    def all(self) -> list[Stored]:
+        """Everything that was made."""
+        return [made for _, made in self._known.values()]
+
+
 def as_half(matrix: np.ndarray) -> tuple[np.ndarray, float]:
     """The matrix in float16 times a power of two that uses its range well, and what to multiply with to undo it."""
     largest = float(np.abs(matrix).max())
@@ -255,6 +306,15 @@ def _targets(adapter: Adapter, modules: _Modules, layer: int) -> Iterator[tuple[
             yield Target(layer, part), module
 
 
+def _keys(target: Target, module: Module) -> Iterator[str]:
+    """What pairs of a module are called; of all experts or heads those of the first."""
+    for role, _ in module.shares:
+        if module.stacked or role in HEAD_ROLES:
+            yield f"{role}.0"
+        else:
+            yield role + "".join(f".{number}" for number in EXPERT.findall(target.part) if module.experts)
+
+
 def _check_all_there(adapter: Adapter, modules: _Modules, layers: Sequence[Mapping[str, LowRank]], what: str) -> None:
     """Raise if the adapter's config targets a layer of the model for which it has no weights, by any name."""
     if (rules := adapter.rules) is None:
@@ -264,8 +324,7 @@ def _check_all_there(adapter: Adapter, modules: _Modules, layers: Sequence[Mappi
         for target, module in _targets(adapter, modules, layer):
             if any(role not in ADAPTED for role, _ in module.shares):
                 continue
-            expert = ".0" if module.stacked else "".join(f".{number}" for number in EXPERT.findall(target.part)[:1])
-            if all(f"{role}{expert if module.experts else ''}" in pairs for role, _ in module.shares):
+            if all(key in pairs for key in _keys(target, module)):
                 continue
             name = f"{rules.place}{layer}.{target.module}"
             if rules.has_parameter(name) if module.stacked else rules.has(name, patterns):

@@ -53,6 +53,11 @@ def layer_modules(config: ModelConfig, layer: int, *, gguf: bool) -> dict[str, M
     own = _modules(parts_of(family, gguf=gguf), config, layer)
     if gguf:
         return _modules(parts_of(family, (SPLIT_QUERIES,), gguf=True), config, layer) | own
+    if config.description.latent is not None and isinstance(up := family.parts.get("key_up"), Cut):
+        # Keys and values of heads, which are two matrices for each head in the model.
+        outputs, inputs = up.shape(config)
+        (name,) = _names(up)
+        own[name] = Module((outputs, inputs), (Share("key_up"), Share("value_up")))
     later = {role: part for role, part in HF_STACKED_EXPERTS.items() if role not in family.parts} | dict(family.modules)
     return _modules(later, config, layer) | own
 

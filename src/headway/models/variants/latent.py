@@ -21,6 +21,7 @@ from headway.kernels.reference.norm import rms_norm
 from headway.models.decoder import Mixing
 from headway.models.described import DescribedDecoder, DescribedLayer
 from headway.models.description import LatentAttention
+from headway.models.experts import LayerAdapters
 from headway.models.layers import Linear
 
 
@@ -57,7 +58,9 @@ class LatentLayer(DescribedLayer):
             queries = self.norm_latent(queries, self.q_down_norm)
         return queries, down
 
-    def project_up(self, queries: Tensor, down: Tensor, delta: Delta | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_up(
+        self, queries: Tensor, down: Tensor, delta: Delta | None = None, *, added: LayerAdapters | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What `project` gives, of what `project_down` gave."""
         how = self.latent
         if self.q_up is not None:
@@ -65,13 +68,23 @@ class LatentLayer(DescribedLayer):
         plain, turned = queries.unflatten(-1, (self.heads, -1)).split((how.key_dim, how.rotated), -1)
         latent, key = down.split((how.size, how.rotated), -1)
         latent = self.norm_latent(latent, self.kv_down_norm)
-        q = torch.cat((self._halves(turned), self.by_head(plain, self.key_up)), -1)
+        plain = self.with_added(self.by_head(plain, self.key_up), added, "key_up", plain)
+        q = torch.cat((self._halves(turned), plain), -1)
         k = torch.cat((self._halves(key), latent), -1)[:, None]
         return q, k, latent[:, None]
 
-    def from_latent(self, mixed: Tensor) -> tuple[Tensor]:
+    def from_latent(self, mixed: Tensor, *, added: LayerAdapters | None = None) -> tuple[Tensor]:
         """Every head's output [R, H, value] of its mean of latent vectors [R, H, latent]."""
-        return (self.by_head(mixed, self.value_up),)
+        return (self.with_added(self.by_head(mixed, self.value_up), added, "value_up", mixed),)
+
+    def with_added(self, y: Tensor, added: LayerAdapters | None, stack: str, x: Tensor) -> Tensor:
+        """What heads made [R, H, N] of x [R, H, K], with what adapters add to the matrix of each."""
+        if added is None:
+            return y
+        rows, heads = (torch.arange(count, device=x.device) for count in x.shape[:2])
+        places, numbers = rows.repeat_interleave(len(heads)), heads.repeat(len(rows))
+        delta = added.expert_delta(stack, x.flatten(0, 1), places, numbers)
+        return plus(y.flatten(0, 1), delta).view_as(y)
 
     def norm_latent(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.latent.eps)
@@ -94,11 +107,26 @@ class LatentDecoder(DescribedDecoder):
     def project(self, l: int, h: Tensor, mixing: Mixing) -> tuple[Tensor, ...]:
         layer, tile, step = self.layers[l], mixing.tile, mixing.step
         queries, down = by_rows(tile, layer.project_down, h, *step.delta(l, "qkv", h))
-        return by_rows(tile, layer.project_up, queries, down, *step.delta(l, "q_up", queries))
+        delta = step.delta(l, "q_up", queries)
+        if step.adapters is None:
+            return by_rows(tile, layer.project_up, queries, down, *delta)
+        added = LayerAdapters(step.adapters, l)
+
+        def project_up(queries: Tensor, down: Tensor, rows: Tensor, *delta: Delta) -> tuple[Tensor, ...]:
+            return layer.project_up(queries, down, *delta, added=added.of(rows))
+
+        return by_rows(tile, project_up, queries, down, torch.arange(len(h), device=h.device), *delta)
 
     def attend(self, l: int, h: Tensor, mixing: Mixing) -> Tensor:
-        mixed = super().attend(l, h, mixing)
-        return by_rows(mixing.tile, self.layers[l].from_latent, mixed)[0]
+        mixed, layer = super().attend(l, h, mixing), self.layers[l]
+        if mixing.step.adapters is None:
+            return by_rows(mixing.tile, layer.from_latent, mixed)[0]
+        added = LayerAdapters(mixing.step.adapters, l)
+
+        def from_latent(mixed: Tensor, rows: Tensor) -> tuple[Tensor]:
+            return layer.from_latent(mixed, added=added.of(rows))
+
+        return by_rows(mixing.tile, from_latent, mixed, torch.arange(len(mixed), device=mixed.device))[0]
 
     def rows_of_each_kind(self, x: Tensor) -> list[Tensor]:
         tensors = [self.head(x, None)]

@@ -11,7 +11,7 @@ from headway.base.dataclass import dataclass
 from headway.base.specs.adapters import AdapterMix
 from headway.kernels.reference.lora import Delta, Groups, OrderedLowRank, Piece, Reduce, RowGroup, low_rank
 from headway.kernels.reference.quantized import tensor
-from headway.models.adapters.bound import BoundAdapter, layer_targets, stored_pair
+from headway.models.adapters.bound import BoundAdapter, StoredPairs, layer_targets, stored_pair
 from headway.models.config import ModelConfig
 from headway.runtime.runners.adapter_rows import add_to_products, by_adapter
 
@@ -32,6 +32,8 @@ STACKS: Mapping[str, tuple[str, ...]] = {
 EXPERT_STACKS: Mapping[str, tuple[str, ...]] = {
     "expert_gate_up": ("expert_gate", "expert_up"),
     "expert_down": ("expert_down",),
+    "key_up": ("key_up",),
+    "value_up": ("value_up",),
 }
 ALL_STACKS: Mapping[str, tuple[str, ...]] = {**STACKS, **EXPERT_STACKS}
 
@@ -48,6 +50,7 @@ class TorchAdapter:
     def of(cls, adapter: BoundAdapter, config: ModelConfig, device: torch.device, *, half: bool) -> TorchAdapter:
         """With `half`, rounded to float16, as the adapters of quantized weights are."""
         layers, outputs = [], []
+        stored = StoredPairs(lambda matrix, _: tensor(matrix).to(device, torch.float32), half=half)
         for l, pairs in enumerate(adapter.layers):
             shapes, stacks, sizes = layer_targets(config, l), dict[str, list[Piece]](), dict[str, int]()
             places = dict[str, tuple[str, int]]()  # of roles: their stack, and the outputs before them
@@ -59,8 +62,7 @@ class TorchAdapter:
                 sizes[stack] = first
             for key in sorted(pairs, key=lambda key: places[key.partition(".")[0]][1]):
                 role, dot, expert = key.partition(".")
-                a, b, factor = stored_pair(pairs[key], half=half)
-                a, b = (tensor(t).to(device, torch.float32) for t in (a, b))
+                a, b, factor = stored.of(pairs[key])
                 stack, first = places[role]
                 stacks.setdefault(f"{stack}{dot}{expert}", []).append(Piece(a, b, factor, first))
             layers.append(stacks)
@@ -70,7 +72,8 @@ class TorchAdapter:
     @property
     def nbytes(self) -> int:
         """Of the layers' matrices; `LoadedAdapter` counts the output matrix's."""
-        return sum(p.a.nbytes + p.b.nbytes for layer in self.layers for pieces in layer.values() for p in pieces)
+        pieces = (piece for layer in self.layers for stack in layer.values() for piece in stack)
+        return sum({id(matrix): matrix.nbytes for piece in pieces for matrix in (piece.a, piece.b)}.values())
 
 
 def head_on(adapter: BoundAdapter, device: torch.device) -> Piece | None:

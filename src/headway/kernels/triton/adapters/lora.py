@@ -30,7 +30,7 @@ RANKS = 16  # ranks of a block
 SPLITS = 16  # parts of the inputs, at most
 PIECES = 3  # of a stacked matrix, at most
 MATRICES = 16  # of a layer, at most
-EXPERT_MATRICES = 3  # of each of its experts
+EXPERT_MATRICES = 5  # of each of its experts, and of its heads
 BLOCK_INPUTS, BLOCK_OUTPUTS = 128, 128
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -42,8 +42,13 @@ def splits(k: int) -> int:
 
 def rank_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """A [r, K] and B [N, r] with zeros up to whole blocks of RANKS, as the kernels read them."""
-    more = -a.shape[0] % RANKS
-    return F.pad(a, (0, 0, 0, more)).contiguous(), F.pad(b, (0, more)).contiguous()
+    return padded_ranks(a, 0), padded_ranks(b, 1)
+
+
+def padded_ranks(matrix: Tensor, side: int) -> Tensor:
+    """One of them, whose ranks are on this side."""
+    more = -matrix.shape[side] % RANKS
+    return F.pad(matrix, (0, more) if side else (0, 0, 0, more)).contiguous()
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,9 @@ from headway.base.arrays import aligned
 from headway.base.specs.adapters import AdapterMix
 from headway.kernels.native import library
 from headway.kernels.native.library import AdapterLayerStruct, AdapterStruct, LowRankStruct, StepStruct
-from headway.models.adapters.bound import BoundAdapter, stored_pair
+from headway.models.adapters.bound import BoundAdapter, StoredPairs, matrices_of
 from headway.models.adapters.low_rank import LowRank
+from headway.models.config import ModelConfig
 from headway.runtime.runners.adapter_rows import AdapterRows, by_adapter
 
 LANES = 16
@@ -26,41 +27,41 @@ LANES = 16
 class NativeAdapter:
     """An adapter's matrices, and the structs that point at them."""
 
-    def __init__(self, adapter: BoundAdapter, *, experts: int, half: bool) -> None:
-        """Of a model with so many experts in a layer, or none."""
-        self._arrays: list[np.ndarray] = []
+    def __init__(self, adapter: BoundAdapter, config: ModelConfig, *, half: bool) -> None:
+        self._config = config
+        pairs = StoredPairs(_interleaved, half=half)
         self._experts: list[ctypes.Array[LowRankStruct]] = []
-        layers = [self._layer(pairs, experts, half) for pairs in adapter.layers]
+        layers = [self._layer(own, pairs) for own in adapter.layers]
+        self._arrays = pairs.all
         self.layers = (AdapterLayerStruct * len(layers))(*layers)
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays) + sum(map(ctypes.sizeof, self._experts))
 
-    def _layer(self, pairs: Mapping[str, LowRank], experts: int, half: bool) -> AdapterLayerStruct:
+    def _layer(self, pairs: Mapping[str, LowRank], stored: StoredPairs[np.ndarray]) -> AdapterLayerStruct:
         struct, own = AdapterLayerStruct(), dict[str, ctypes.Array[LowRankStruct]]()
         for key, pair in pairs.items():
             role, _, expert = key.partition(".")
             if not expert:
-                setattr(struct, role, self._pair(pair, half))
+                setattr(struct, role, _pair(pair, stored))
                 continue
             if role not in own:
-                own[role] = (LowRankStruct * experts)()
-            own[role][int(expert)] = self._pair(pair, half)
+                own[role] = (LowRankStruct * matrices_of(self._config, role))()
+            own[role][int(expert)] = _pair(pair, stored)
         for role, array in own.items():
             setattr(struct, role, array)
         self._experts += own.values()
         return struct
 
-    def _pair(self, pair: LowRank, half: bool) -> LowRankStruct:
-        a, b, factor = stored_pair(pair, half=half)
-        arrays = _interleaved(a), _interleaved(b)
-        self._arrays += arrays
-        kind = library.KINDS.index("f16" if a.dtype == np.float16 else "f32")
-        return LowRankStruct(pair.rank, kind, factor, *(array.ctypes.data for array in arrays))
+
+def _pair(pair: LowRank, stored: StoredPairs[np.ndarray]) -> LowRankStruct:
+    a, b, factor = stored.of(pair)
+    kind = library.KINDS.index("f16" if a.dtype == np.float16 else "f32")
+    return LowRankStruct(pair.rank, kind, factor, a.ctypes.data, b.ctypes.data)
 
 
-def _interleaved(matrix: np.ndarray) -> np.ndarray:
+def _interleaved(matrix: np.ndarray, last: bool = False) -> np.ndarray:
     """A matrix [n, k] in blocks of 16 rows, the last padded with zeros: for each block and input 16 numbers."""
     n, k = matrix.shape
     padded = np.zeros((-(-n // LANES) * LANES, k), matrix.dtype)

@@ -156,8 +156,7 @@ class NativeRunner:
         return not how.penalizes  # everything that needs no history
 
     def load_adapter(self, adapter: BoundAdapter) -> NativeAdapter:
-        experts = self.decoder.config.description.experts
-        return NativeAdapter(adapter, experts=0 if experts is None else experts.count, half=self.decoder.is_quantized)
+        return NativeAdapter(adapter, self.decoder.config, half=self.decoder.is_quantized)
 
     def edit(self, edits: Sequence[Edit]) -> None:
         self.pool.apply(edits)

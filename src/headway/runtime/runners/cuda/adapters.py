@@ -17,7 +17,7 @@ from torch import Tensor
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.base.specs.adapters import AdapterMix, Mixes
-from headway.kernels.native.library import EXPERT_ROLES
+from headway.kernels.native.library import EXPERT_ROLES, HEAD_ROLES
 from headway.kernels.reference.lora import Piece
 from headway.kernels.reference.quantized import tensor
 from headway.kernels.triton.adapters.lora import (
@@ -29,9 +29,9 @@ from headway.kernels.triton.adapters.lora import (
     TILE,
     AdapterTable,
     AdapterTiles,
-    rank_blocks,
+    padded_ranks,
 )
-from headway.models.adapters.bound import BoundAdapter, layer_targets, stored_pair, target_shapes
+from headway.models.adapters.bound import BoundAdapter, StoredPairs, layer_targets, matrices_of, target_shapes
 from headway.models.config import ModelConfig
 from headway.runtime.adapters import LoadedAdapter
 from headway.runtime.runners.adapter_rows import by_adapter
@@ -40,6 +40,7 @@ from headway.runtime.runners.cuda.graphs import padded
 from headway.runtime.runners.row_adapters import ALL_STACKS, STACKS, head_on
 
 SLOTS = 1024  # adapters that may be loaded at once
+EACH = (*EXPERT_ROLES, *HEAD_ROLES)  # matrices of each expert and head, in the table's order
 
 
 class CudaAdapter:
@@ -187,35 +188,38 @@ class CudaAdapters:
         return loaded
 
     def _fill(self, adapter: BoundAdapter, slot: int) -> list[Tensor]:
-        layers, what = self._config.layers, self._config.description.experts
+        layers = self._config.layers
         pointers = torch.zeros(layers, MATRICES, 2, dtype=torch.int64)
         ranks = torch.zeros(layers, MATRICES, dtype=torch.int32)
         factors = torch.ones(layers, MATRICES)
         experts = torch.zeros(layers, EXPERT_MATRICES, dtype=torch.int64)
-        tensors: list[Tensor] = []
+        listings: list[Tensor] = []
+        stored = StoredPairs(self._on_device, half=self._half)
         for l, pairs in enumerate(adapter.layers):
             by_expert: dict[str, Tensor] = {}
             for key, pair in pairs.items():
-                (role, _, expert), (a, b, factor) = key.partition("."), stored_pair(pair, half=self._half)
-                on_device = [t.to(self._device, self._dtype).contiguous() for t in rank_blocks(tensor(a), tensor(b))]
-                tensors += on_device
-                own = torch.tensor([t.data_ptr() for t in on_device])
+                (role, _, expert), (a, b, factor) = key.partition("."), stored.of(pair)
+                own = torch.tensor([a.data_ptr(), b.data_ptr()])
                 if not expert:
                     i = self._roles.index(role)
                     pointers[l, i], ranks[l, i], factors[l, i] = own, pair.rank, factor
                     continue
-                assert what is not None
-                listed = by_expert.setdefault(role, torch.zeros(what.count, 4, dtype=torch.int64))
+                count = matrices_of(self._config, role)
+                listed = by_expert.setdefault(role, torch.zeros(count, 4, dtype=torch.int64))
                 bits = torch.tensor(factor, dtype=torch.float32).view(torch.int32)
                 listed[int(expert)] = torch.cat([own, torch.stack([torch.tensor(pair.rank), bits]).long()])
             for role, listed in by_expert.items():
-                tensors.append(listed.to(self._device))
-                experts[l, EXPERT_ROLES.index(role)] = tensors[-1].data_ptr()
+                listings.append(listed.to(self._device))
+                experts[l, EACH.index(role)] = listings[-1].data_ptr()
         table = self.table
         table.pointers[slot], table.ranks[slot], table.factors[slot], table.experts[slot] = (
             t.to(self._device) for t in (pointers, ranks, factors, experts)
         )
-        return tensors
+        return [*stored.all, *listings]
+
+    def _on_device(self, matrix: np.ndarray, last: bool) -> Tensor:
+        """A, or at last B, as kernels read it."""
+        return padded_ranks(tensor(matrix), 1 if last else 0).to(self._device, self._dtype).contiguous()
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class DescribedLayers:
         """A layer after its attention, and the norm that the next one begins with."""
         n, layer, norms, what = rows.count, self._layers[l], self._norms[l], self._what
         x, h, delta = rows.x[:n], rows.h[:n], rows.delta[:n]
-        mixed = rows.mixed if self._latent is None else self._latent.from_latent(l, rows.mixed, buffers)
+        mixed = rows.mixed if self._latent is None else self._latent.from_latent(l, rows.mixed, buffers, adapters)
         self._matmuls.project((l, "out"), mixed, layer.out, rows.delta, adapters)
         mark("output projection")
         fused.add_and_norm(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.kernels.native.library import EXPERT_ROLES
 from headway.kernels.triton import deterministic as exact
 from headway.kernels.triton import fused, quantized
 from headway.kernels.triton import matmul as tiled
@@ -27,7 +26,7 @@ from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kernels.triton.quantized_tiles import SplitSums
 from headway.models.decoder import Decoder
 from headway.models.layers import DecoderLayer, Linear
-from headway.runtime.runners.cuda.adapters import CudaAdapters, StepTiles
+from headway.runtime.runners.cuda.adapters import EACH, CudaAdapters, StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.row_adapters import EXPERT_STACKS
 
@@ -110,11 +109,11 @@ class Matmuls:
         return [LowRankTerm(self.adapters.table, l, first, outputs, some, tiles.sums) for some in tiles.rounds]
 
     def expert_terms(self, l: int, stack: str, tiles: StepTiles | None) -> list[ExpertTerm]:
-        """What adapters add to a matmul of experts, round by round."""
+        """What adapters add to a matmul of experts or of heads, round by round."""
         if tiles is None or stack not in tiles.shape.stacks:
             return []
         roles, ranks = EXPERT_STACKS[stack], tiles.shape.expert_blocks * lora.RANKS
-        first = EXPERT_ROLES.index(roles[0])
+        first = EACH.index(roles[0])
         return [ExpertTerm(self.adapters.table, l, first, len(roles), some, ranks) for some in tiles.rounds]
 
     def gate_up_delta(self, l: int, h: Tensor, tiles: StepTiles | None) -> Tensor | None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headway.kernels.triton import fused
+from headway.kernels.triton.adapters.expert_lora import add_low_rank
+from headway.kernels.triton.experts import Routes
 from headway.kernels.triton.variants import latent
 from headway.models.description import LatentAttention
 from headway.runtime.runners.cuda.adapters import StepTiles
@@ -48,6 +51,7 @@ class LatentRows:
         project((l, "qkv", 1), h, layer.kv_down, room.down[:rows], adapters)
         plain = queries.unflatten(1, (layer.heads, -1))[..., : what.key_dim]
         self._by_head(plain, layer.key_up, buffers.q[:rows, :, what.rotated :])
+        self._add((l, "key_up"), plain, buffers.q[:rows, :, what.rotated :], adapters)
 
     def rotate_and_write(self, l: int, step: DeviceStep, buffers: Buffers, slots: Tensor, cs: Tensor) -> None:
         """The rest of queries, and the slots of the step's rows."""
@@ -60,13 +64,26 @@ class LatentRows:
             paired=what.paired, ahead=self._matmuls.ahead,
         )  # fmt: skip
 
-    def from_latent(self, l: int, mixed: Tensor, buffers: Buffers) -> Tensor:
+    def from_latent(self, l: int, mixed: Tensor, buffers: Buffers, adapters: StepTiles | None) -> Tensor:
         """The outputs of all heads [R, H × value], of what attention gave them [R, H × latent]."""
         room = buffers.latent
         assert room is not None
         heads = room.heads[: len(mixed)]
-        self._by_head(mixed.unflatten(1, (heads.shape[1], -1)), self._layers[l].value_up, heads)
+        latents = mixed.unflatten(1, (heads.shape[1], -1))
+        self._by_head(latents, self._layers[l].value_up, heads)
+        self._add((l, "value_up"), latents, heads, adapters)
         return heads.flatten(1)
+
+    def _add(self, at: tuple[int, str], x: Tensor, y: Tensor, adapters: StepTiles | None) -> None:
+        """Add to what heads made [R, H, N] of x [R, H, K] what adapters make of it."""
+        terms = self._matmuls.expert_terms(*at, adapters)
+        if not terms:
+            return
+        rows, heads, _ = x.shape
+        chosen = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(rows, 1)
+        for term in terms:
+            pairs, made = (t.as_strided((rows * heads, t.shape[2]), (t.stride(1), 1)) for t in (x, y))
+            add_low_rank(pairs, made, Routes(chosen, chosen), term, ahead=self._matmuls.ahead)
 
     def _by_head(self, x: Tensor, matrices: Tensor, out: Tensor) -> None:
         latent.by_head(x, matrices, out, exact=self._matmuls.deterministic, ahead=self._matmuls.ahead)
