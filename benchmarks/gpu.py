@@ -293,6 +293,14 @@ class Bench:
             lambda ctx, i: ctx.generate(samplers[i % 5](i), max_tokens=s.tokens, stop_only=True),
         )
         self.add("… with a sampler and seed for each row", mixed / plain, "of plain", target=0.9)
+        how = {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2}
+        penalized = self.rates(
+            engine,
+            s.batch,
+            s.tokens,
+            lambda ctx, i: ctx.generate(hw.Sampling(**how, seed=i), max_tokens=s.tokens, stop_only=True),
+        )
+        self.add("… with penalties in each row", penalized / plain, "of plain", target=0.9)
         self._grammars(engine, plain, samplers)
         bound = self.rates(
             engine,
