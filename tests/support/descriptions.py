@@ -6,7 +6,16 @@ from typing import Any
 
 from headway.kernels.host.attention import ChunkWindow
 from headway.kernels.host.rope import Rope
-from headway.models.description import Description, ExpertGroups, Experts, LatentAttention, Temperature
+from headway.models.description import (
+    Description,
+    ExpertGroups,
+    Experts,
+    KvShape,
+    LatentAttention,
+    LayerInputs,
+    PerLayer,
+    Temperature,
+)
 
 SMALL = {"hidden_size": 32, "intermediate_size": 36, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2}
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -124,4 +133,42 @@ LATENT: dict[str, dict[str, Any]] = {
         qkv_bias=True,
     ),
 }
-ALL = DENSE | EXPERTS | LATENT
+BOTH = {"norm_place": "both", "activation": "gelu_tanh", "attention_scale": 1.0, "embedding_scale": 32**0.5}
+PER_LAYER: dict[str, dict[str, Any]] = {
+    "heads and widths of layers, earlier keys and values, inputs of tokens, as Gemma 4": _config(
+        Description(
+            **BOTH,
+            ropes=(Rope(16, 100.0), Rope(24, 5000.0)) * 2,
+            per_layer=PerLayer(
+                kv_from=(0, 1, 0, 1),
+                kv_shapes=(KvShape(2, 16), KvShape(1, 24)) * 2,
+                inners=(36, 36, 52, 52),
+                inputs=LayerInputs(8, 97),
+                scaled=True,
+            ),
+        ),
+        windows=(5, None) * 2,
+        layers=4,
+        head_dim=24,
+        qk_norm=True,
+        tied=True,
+    ),
+    "experts beside the feed-forward, keys as values, as Gemma 4": _config(
+        Description(
+            **BOTH,
+            ropes=(Rope(16, 100.0), Rope(32, 5000.0)),
+            experts=Experts(5, 2, 20, beside_dense=True),
+            per_layer=PerLayer(
+                kv_from=(0, 1),
+                kv_shapes=(KvShape(2, 16), KvShape(1, 32)),
+                inners=(36, 36),
+                keys_as_values=frozenset({1}),
+                scaled=True,
+            ),
+        ),
+        windows=(5, None),
+        head_dim=32,
+        qk_norm=True,
+    ),
+}
+ALL = DENSE | EXPERTS | LATENT | PER_LAYER

@@ -140,12 +140,12 @@ def attend_rows(
 def attend_chunks(q: Tensor, out: Tensor, paged: PagedKV, items: Tensor, tokens: int) -> None:
     """q [T, H, D] → out [T, H, D] for the rows of `items` [n, 2] int32: first row and count, each of one sequence.
 
-    Items of no rows are skipped. `tokens` is the most rows an item has: `chunk_tokens` of this shape.
+    Items of no rows are skipped. `tokens` is the most rows an item has, at most `chunk_tokens` of this shape.
     """
     heads, kv_heads, dim = q.shape[1], paged.keys.shape[2], q.shape[2]
     group = heads // kv_heads
     bm, bn, warps, stages = chunk_shape(group, dim, q.dtype)
-    assert tokens == bm // group
+    assert tokens <= bm // group
     if len(items):
         _chunk[(len(items), kv_heads)](
             q, out, paged.keys, paged.values, paged.ints, items, q if paged.sinks is None else paged.sinks,

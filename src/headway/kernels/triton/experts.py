@@ -90,7 +90,7 @@ def route_by_groups(
     each: Tensor | None = None,
     ahead: bool = False,
 ) -> None:
-    """The experts of logits [T, X] float32 and their weights, as the reference's function of this name has them; `each`
+    """The experts of logits [T, X] and their weights, as the reference's function of this name has them; `each`
     [X] are factors of weights."""
     rows, experts = logits.shape
     _route_by_groups[(rows,)](
@@ -242,7 +242,7 @@ def _route_by_groups(
     launch_next(AHEAD)
     wait(AHEAD)
     row, x, slot = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, SLOTS)
-    given = tl.load(logits + row.to(tl.int64) * X + x, mask=x < X, other=float("-inf"))
+    given = tl.load(logits + row.to(tl.int64) * X + x, mask=x < X, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-given))
     else:

@@ -11,6 +11,8 @@ every operation.
 # ruff: noqa: PLR0915, PLR0917
 from __future__ import annotations
 
+from typing import Literal
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -74,7 +76,7 @@ def norm(
     """
     e, block = x.shape[1], _wide(x.shape[1])
     _norm[(out.shape[0],)](
-        x, x if add is None else add, weight, None, out, x if rows is None else rows, None, None, eps,
+        x, x if add is None else add, weight, None, out, x if rows is None else rows, None, None, None, eps,
         ADD=add is not None, CHOSEN=rows is not None, KIND="rms", NORMED=True, SCALE=1.0, OLD=False, E=e, BLOCK=block,
         AHEAD=ahead, num_warps=_warps(block), **options(ahead),
     )  # fmt: skip
@@ -90,10 +92,12 @@ def add_and_norm(
     scale: float = 1.0,
     old: bool = False,
     rows: Tensor | None = None,
+    factor: Tensor | None = None,
     ahead: bool = False,
 ) -> None:
     """`add` [T, E], itself normed by `after` and times `scale`, is added to x [T, E] in place; then x is normed into
-    out, or with `old` what x was before. Without `how` nothing is normed. `rows` is as in `norm`."""
+    out, or with `old` what x was before. Without `how` nothing is normed. `rows` is as in `norm`. The sum is multiplied
+    by a `factor` [1]."""
     e, block, some = x.shape[1], _wide(x.shape[1]), how or after
     eps = 0.0 if some is None else some.eps
     assert how is None or after is None or (how.eps, how.kind) == (after.eps, after.kind)
@@ -101,7 +105,7 @@ def add_and_norm(
     _norm[(target.shape[0],)](
         x, x if add is None else add, None if how is None else how.weight, None if how is None else how.bias, target,
         x if rows is None else rows, None if after is None else after.weight, None if after is None else after.bias,
-        eps, ADD=add is not None, CHOSEN=rows is not None, KIND="rms" if some is None else some.kind,
+        factor, eps, ADD=add is not None, CHOSEN=rows is not None, KIND="rms" if some is None else some.kind,
         NORMED=how is not None, SCALE=scale, OLD=old, E=e, BLOCK=block, AHEAD=ahead, num_warps=_warps(block),
         **options(ahead),
     )  # fmt: skip
@@ -148,7 +152,8 @@ class HeadConfig:
 
     The weights of a norm are [D], or [H, D] with `each`; with `by_row` it is over all heads and `norm_projections`
     computes it. Before a norm by head and after one by row, numbers are clipped. Queries of a layer with a
-    `temperature` (floor and scale) grow with their position.
+    `temperature` (floor and scale) grow with their position. `values` are as they are, or normed without weights, or
+    keys before their norm, normed so. Without `kv_heads` there are queries alone.
     """
 
     heads: int
@@ -162,6 +167,7 @@ class HeadConfig:
     by_row: bool = False
     clip: float = 0.0
     temperature: tuple[float, float] | None = None
+    values: Literal["plain", "normed", "keys"] = "plain"
 
 
 def rotate_and_write(
@@ -177,6 +183,7 @@ def rotate_and_write(
     unscaled: Unscaled | None = None,
 ) -> None:
     """From qkv [T, (H + 2 Hkv) D]: normed and rotated queries into q [T, H, D], keys and values into the KV cache.
+    Where values are keys, it is [T, (H + Hkv) D].
 
     keys and values are [P, page, Hkv, D], cs is the output of `angles`, None without a rotation. Rows whose WRITE is
     -1 are not cached. `unscaled` has the scales of qkv, if they are not applied yet.
@@ -192,9 +199,9 @@ def rotate_and_write(
         keys.stride(0), keys.stride(1), keys.stride(2),
         FIELD=WRITE, SCALED=unscaled is not None, BIAS=more.bias is not None,
         NORMED=how.q_norm is not None and not how.by_row, KIND=how.kind, EACH=how.each, CLIP=how.clip,
-        FLOOR=floor, GROWTH=growth, AT=POSITION, H=how.heads, KV=how.kv_heads, DIM=how.dim, WIDE=_wide(how.dim),
-        HALF=0 if cs is None else cs.shape[2], PAGE=keys.shape[1], GROUP=group, AHEAD=ahead, num_warps=4,
-        **options(ahead),
+        VALUES=how.values, FLOOR=floor, GROWTH=growth, AT=POSITION, H=how.heads, KV=how.kv_heads, DIM=how.dim,
+        WIDE=_wide(how.dim), HALF=0 if cs is None else cs.shape[2], PAGE=keys.shape[1], GROUP=group, AHEAD=ahead,
+        num_warps=4, **options(ahead),
     )  # fmt: skip
 
 
@@ -244,7 +251,7 @@ def _embed(
 
 
 @triton.jit
-def _unit(wide, there, eps, SIZE: tl.constexpr, KIND: tl.constexpr):
+def unit(wide, there, eps, SIZE: tl.constexpr, KIND: tl.constexpr):
     """Numbers of unit mean square, or of mean 0 and variance 1; those that are not there are 0."""
     if KIND == "layer":
         wide = tl.where(there, wide - tl.sum(wide, 0) / SIZE, 0.0)
@@ -252,7 +259,7 @@ def _unit(wide, there, eps, SIZE: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _loaded(weight, i, there, KIND: tl.constexpr):
+def loaded(weight, i, there, KIND: tl.constexpr):
     """The weights of a norm, which some count from 1."""
     w = tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
     return w + 1.0 if KIND == "rms+1" else w
@@ -260,31 +267,33 @@ def _loaded(weight, i, there, KIND: tl.constexpr):
 
 @triton.jit
 def _norm(
-    x, delta, weight, bias, out, rows, after, after_bias, eps,
+    x, delta, weight, bias, out, rows, after, after_bias, factor, eps,
     ADD: tl.constexpr, CHOSEN: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr,
     OLD: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if NORMED:
-        w = _loaded(weight, i, i < E, KIND)
+        w = loaded(weight, i, i < E, KIND)
     wait(AHEAD)
     source = tl.load(rows + row).to(tl.int64) if CHOSEN else row
     v = tl.load(x + source * E + i, mask=i < E, other=0.0)
     if ADD:
         d = tl.load(delta + source * E + i, mask=i < E, other=0.0).to(tl.float32)
         if after is not None:
-            d = _unit(d, i < E, eps, E, KIND) * _loaded(after, i, i < E, KIND)
+            d = unit(d, i < E, eps, E, KIND) * loaded(after, i, i < E, KIND)
             if after_bias is not None:
                 d += tl.load(after_bias + i, mask=i < E, other=0.0).to(tl.float32)
         if SCALE != 1.0:
             d = d * SCALE
         total = (v.to(tl.float32) + d).to(v.dtype)
+        if factor is not None:
+            total = (total.to(tl.float32) * tl.load(factor).to(tl.float32)).to(v.dtype)
         tl.store(x + source * E + i, total, mask=i < E)
         if not OLD:
             v = total
     if NORMED:
-        wide = _unit(v.to(tl.float32), i < E, eps, E, KIND) * w
+        wide = unit(v.to(tl.float32), i < E, eps, E, KIND) * w
         if bias is not None:
             wide += tl.load(bias + i, mask=i < E, other=0.0).to(tl.float32)
         tl.store(out + row * E + i, wide.to(out.dtype.element_ty), mask=i < E)
@@ -302,12 +311,12 @@ def _norm_projections(
     if tl.program_id(1) == 0:
         there = i < QUERIES
         wide = tl.load(at + i, mask=there, other=0.0).to(tl.float32)
-        wide = _unit(wide, there, eps, QUERIES, KIND) * _loaded(q_norm, i, there, KIND)
+        wide = unit(wide, there, eps, QUERIES, KIND) * loaded(q_norm, i, there, KIND)
         tl.store(at + i, wide.to(qkv.dtype.element_ty), mask=there)
     else:
         there = i < KEYS
         wide = tl.load(at + QUERIES + i, mask=there, other=0.0).to(tl.float32)
-        wide = _unit(wide, there, eps, KEYS, KIND) * _loaded(k_norm, i, there, KIND)
+        wide = unit(wide, there, eps, KEYS, KIND) * loaded(k_norm, i, there, KIND)
         tl.store(at + QUERIES + i, wide.to(qkv.dtype.element_ty), mask=there)
 
 
@@ -345,7 +354,7 @@ def _rotate(
     qkv, row_scales, output_scales, bias, q, keys, values, ints, cs, q_norm, k_norm, rows, eps,
     page_stride, slot_stride, head_stride,
     FIELD: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    NORMED: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, CLIP: tl.constexpr,
+    NORMED: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, CLIP: tl.constexpr, VALUES: tl.constexpr,
     FLOOR: tl.constexpr, GROWTH: tl.constexpr, AT: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -355,7 +364,10 @@ def _rotate(
     # Dimension i < HALF is rotated with i + HALF; those from 2 HALF on stay unchanged.
     turned = d < 2 * HALF
     pair = tl.where(d < HALF, d + HALF, d - HALF)
-    base = qkv + row.to(tl.int64) * ((H + 2 * KV) * DIM) + h[:, None] * DIM
+    if VALUES == "keys":
+        base = qkv + row.to(tl.int64) * ((H + KV) * DIM) + tl.where(h < H + KV, h, h - KV)[:, None] * DIM
+    else:
+        base = qkv + row.to(tl.int64) * ((H + 2 * KV) * DIM) + h[:, None] * DIM
     live = (h < H + 2 * KV)[:, None] & (d < DIM)[None, :]
     a = tl.load(base + d[None, :], mask=live, other=0.0).to(tl.float32)
     b = tl.load(base + pair[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
@@ -378,16 +390,19 @@ def _rotate(
             pk = tl.load(k_norm + own * DIM + pair[None, :], mask=(own >= 0) & moved & turned[None, :], other=0.0)
             pq, pk = pq.to(tl.float32), pk.to(tl.float32)
         else:
-            wq = _loaded(q_norm, d, d < DIM, KIND)[None, :]
-            wk = _loaded(k_norm, d, d < DIM, KIND)[None, :]
-            pq = _loaded(q_norm, pair, turned, KIND)[None, :]
-            pk = _loaded(k_norm, pair, turned, KIND)[None, :]
+            wq = loaded(q_norm, d, d < DIM, KIND)[None, :]
+            wk = loaded(k_norm, d, d < DIM, KIND)[None, :]
+            pq = loaded(q_norm, pair, turned, KIND)[None, :]
+            pk = loaded(k_norm, pair, turned, KIND)[None, :]
         if KIND == "layer":
             mean = (tl.sum(a, 1) / DIM)[:, None]
             lined = tl.where(moved, mean, 0.0)
             a, b = tl.where(live, a - lined, 0.0), tl.where(live & turned[None, :], b - lined, 0.0)
         size = tl.rsqrt(tl.sum(a * a, 1) / DIM + eps)[:, None]
-        a = tl.where(moved, a * size * tl.where(queries, wq, wk), a)
+        if VALUES == "plain":
+            a = tl.where(moved, a * size * tl.where(queries, wq, wk), a)
+        else:
+            a = a * size * tl.where(queries, wq, tl.where(moved, wk, 1.0))
         b = tl.where(moved, b * size * tl.where(queries, pq, pk), b)
     if HALF > 0:
         i = tl.where(d < HALF, d, d - HALF)

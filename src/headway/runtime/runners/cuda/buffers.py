@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.kernels.triton import quantized
 from headway.kernels.triton.fp8.scaled_matmul import ScaledMatrix
 from headway.kernels.triton.fp8.scaled_rows import E4M3, ScaledRows, padded_inputs
@@ -26,12 +29,21 @@ class Buffers:
         self.x, self.h, self.delta = (empty(c.hidden_size) for _ in range(3))
         latent = c.description.latent
         self.latent = None if latent is None else LatentBuffers(c, latent, rows, dtype, device)
-        self.qkv = empty(0 if latent is not None else (c.heads + 2 * c.kv_heads) * c.head_dim)
-        self.q, self.mixed = empty(c.heads, c.head_dim), empty(c.heads, latent.size if latent else c.head_dim)
-        self.gate_up, self.inner = empty(2 * c.intermediate_size), empty(c.intermediate_size)
+        shapes, inner = [c.kv_shape(layer) for layer in range(c.layers)], max(map(c.inner, range(c.layers)))
+        widest = max(shape.dim for shape in shapes)  # layers of other widths have the first numbers, as `fit` says
+        self.qkv = empty(0 if latent is not None else max((c.heads + 2 * s.heads) * s.dim for s in shapes))
+        self.q, self.mixed = empty(c.heads, widest), empty(c.heads, latent.size if latent else widest)
+        self.gate_up, self.inner = empty(2 * inner), empty(inner)
         self.angles = [empty(2, rope.dim // 2, kind=torch.float32) for rope in c.rope_sets[0]]
         what = c.description.experts
         self.experts = None if what is None else ExpertBuffers(c, what, rows, dtype, device)
+        own = c.description.per_layer
+        self.tokens = None
+        if own is not None and own.inputs is not None:
+            self.tokens = TokenBuffers(c.layers, own.inputs.size, rows, dtype, device)
+        self.beside = None
+        if what is not None and what.beside_dense:
+            self.beside = BesideBuffers(*(empty(c.hidden_size) for _ in range(3)))
         self._halves: list[tuple[Tensor, Tensor, Tensor]] = []
         self.scaled: dict[str, ScaledRows] = {}
         if isinstance(decoder.layers[0].qkv, ScaledMatrix):
@@ -50,6 +62,28 @@ class Buffers:
             self._halves.append((h, inner, mixed))
         h, inner, mixed = self._halves[-1]
         return h[:rows], inner[:rows], mixed[:rows]
+
+
+def fit(room: Tensor, *shape: int) -> Tensor:
+    """The first numbers of a buffer, in this shape."""
+    return room.view(-1)[: prod(shape)].view(shape)
+
+
+class TokenBuffers:
+    """Buffers for what `rows` rows take of their tokens."""
+
+    def __init__(self, layers: int, size: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.made, self.inputs = (torch.empty(rows, layers * size, dtype=dtype, device=device) for _ in range(2))
+        self.gate = torch.empty(rows, size, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class BesideBuffers:
+    """Buffers for experts beside a feed-forward: the rows they read, those the router reads, what they make."""
+
+    rows: Tensor
+    reads: Tensor
+    out: Tensor
 
 
 class LatentBuffers:

@@ -18,9 +18,10 @@ from headway.kernels.triton.matmul import MatmulTile
 from headway.kernels.triton.matvec import RmsNorm
 from headway.models.described import DescribedLayer
 from headway.models.description import Experts
-from headway.models.experts import ExpertWeights, GroupedExperts
+from headway.models.experts import ExpertWeights, GroupedExperts, ScaledExperts
 from headway.models.layers import Linear
 from headway.models.quantized.fp4 import Fp4Experts
+from headway.models.variants.per_layer import ExpertsBeside
 from headway.runtime.runners.cuda.adapters import StepTiles
 from headway.runtime.runners.cuda.buffers import ExpertBuffers
 from headway.runtime.runners.cuda.matmuls import Matmuls
@@ -38,16 +39,21 @@ class CudaExperts:
     matmuls: Matmuls
 
     def feed_forward(
-        self, l: int, layer: DescribedLayer, h: Tensor, out: Tensor, room: ExpertBuffers, *, adapters: StepTiles | None
+        self,
+        l: int,
+        layer: DescribedLayer | ExpertsBeside,
+        h: Tensor,
+        out: Tensor,
+        room: ExpertBuffers,
+        *,
+        adapters: StepTiles | None,
+        reads: Tensor | None = None,
     ) -> None:
-        """What the experts of a layer make of rows h [R, E], into `out` [R, E]."""
+        """What the experts of a layer make of rows h [R, E], into `out` [R, E]; the router may read others."""
         weights, n, ahead = layer.experts, len(h), self.matmuls.ahead
         assert weights is not None
-        pairs, routes, weighted = (
-            n * self.what.per_token,
-            self._route(l, weights, h, room, adapters),
-            self.what.sigmoid_inputs,
-        )
+        pairs, weighted = n * self.what.per_token, self.what.sigmoid_inputs
+        routes = self._route(l, weights, h if reads is None else reads, room, adapters)
         tile, by = self._tile(pairs, layer, h.dtype), None
         if pairs > ONE_BY_ONE * self.what.count:
             blocks = experts.most_blocks(pairs, self.what.count, tile.rows)
@@ -67,7 +73,7 @@ class CudaExperts:
         _matmul(inner, down, parts, routes, tile, **how)
         for term in self.matmuls.expert_terms(l, "expert_down", adapters):
             expert_lora.add_low_rank(inner, parts, routes, term, ahead=ahead)
-        shared, shared_gate = self._shared(l, layer, h, room, adapters)
+        shared, shared_gate = self._shared(l, weights, h, room, adapters)
         experts.combine(parts, routes, out, weighted=not weighted, shared=shared, shared_gate=shared_gate, ahead=ahead)
 
     def _route(
@@ -82,6 +88,11 @@ class CudaExperts:
             experts.route_by_groups(logits, routes, **weights.routing(), ahead=ahead)
             return routes
         self.matmuls.project((l, "router"), h, weights.router, logits, adapters)
+        if isinstance(weights, ScaledExperts):
+            how: dict[str, Any] = {"score": "softmax", "groups": 1, "kept": 1, "best": 1, "correction": None}
+            how |= {"normalize": what.normalize, "scale": 1.0, "each": weights.expert_scale}
+            experts.route_by_groups(logits, routes, **how, ahead=ahead)
+            return routes
         experts.route(logits, routes, normalize=what.normalize, sigmoid=what.sigmoid_inputs, ahead=ahead)
         return routes
 
@@ -111,7 +122,7 @@ class CudaExperts:
     def _gate(self) -> ExpertGate:
         return ExpertGate(self.activation, self.what.clamp, self.what.alpha)
 
-    def _tile(self, pairs: int, layer: DescribedLayer, dtype: torch.dtype) -> MatmulTile | Fp4Tile:
+    def _tile(self, pairs: int, layer: DescribedLayer | ExpertsBeside, dtype: torch.dtype) -> MatmulTile | Fp4Tile:
         """The tile of these pairs; one for all in deterministic mode."""
         each = 0.0 if self.matmuls.deterministic else pairs / self.what.count
         if _is_fp4(layer, dtype) and not self.what.sigmoid_inputs:
@@ -119,11 +130,11 @@ class CudaExperts:
         return experts.pick_expert_tile(each, dtype, shared_memory(self.matmuls.device))
 
     def _shared(
-        self, l: int, layer: DescribedLayer, h: Tensor, room: ExpertBuffers, adapters: StepTiles | None
+        self, l: int, weights: ExpertWeights, h: Tensor, room: ExpertBuffers, adapters: StepTiles | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the shared expert makes of rows, and its gate before the sigmoid."""
-        weights, n = layer.experts, len(h)
-        if weights is None or weights.shared_gate_up is None or weights.shared_down is None:
+        n = len(h)
+        if weights.shared_gate_up is None or weights.shared_down is None:
             return None, None
         gate_up, inner, shared = room.shared_gate_up[:n], room.shared_inner[:n], room.shared[:n]
         self.matmuls.adapted((l, "shared_gate_up"), h, weights.shared_gate_up, gate_up, adapters)
@@ -153,7 +164,7 @@ def _matmul(
         experts.expert_matmul(x, w, y, routes, tile, weighted=weighted, **how)
 
 
-def _is_fp4(layer: DescribedLayer, dtype: torch.dtype) -> bool:
+def _is_fp4(layer: DescribedLayer | ExpertsBeside, dtype: torch.dtype) -> bool:
     """Whether tensor cores take a layer's experts in MXFP4."""
     return all(isinstance(w, Fp4Experts) for w in (layer.gate_up, layer.down)) and dtype == torch.bfloat16
 

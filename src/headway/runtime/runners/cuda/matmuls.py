@@ -187,6 +187,10 @@ class Matmuls:
         else:
             torch.addmm(w.bias, x, self._dense(w).t(), out=y)
 
+    def multiply(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        """Rows x [R, K] times a matrix of floats that adapters do not change, into y [R, N]."""
+        self.project((0, ""), x, Linear(weight), y, None)
+
     def widened(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
         """Rows x [R, K] times a matrix of floats, in y [R, N] float32 without rounding."""
         if self.deterministic:

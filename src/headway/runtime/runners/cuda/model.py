@@ -33,6 +33,7 @@ from headway.kernels.triton.quantized import CudaQuantizedMatrix
 from headway.kernels.triton.variants import latent
 from headway.kv.tensor_pool import TensorPool
 from headway.models.decoder import Decoder, on_attention, on_hidden
+from headway.models.description import KvShape
 from headway.models.families import is_llama_like
 from headway.models.layers import DecoderLayer
 from headway.runtime.memory import is_out_of_memory
@@ -44,12 +45,13 @@ from headway.runtime.runners.cuda.attention.prompts import (
     cudnn_attention,
 )
 from headway.runtime.runners.cuda.attention.shared_pages import SharedRoom
-from headway.runtime.runners.cuda.buffers import Buffers
+from headway.runtime.runners.cuda.buffers import Buffers, fit
 from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
 from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
 from headway.runtime.runners.cuda.variants.latent import LatentRows
+from headway.runtime.runners.cuda.variants.per_layer import own_heads
 
 PROGRAMS = 264  # that keep the device busy: two a multiprocessor
 MIXED = Splits(8, 256)  # of a few single rows in a step with longer segments
@@ -76,14 +78,17 @@ class CudaModel:
         self.sampled = torch.zeros(1, dtype=torch.int32, device=self.device)  # tokens that decode rows refer to
         c = decoder.config
         self._latent: LatentRows | None = None
-        self.chunk = attention.chunk_tokens(c.heads, c.kv_heads, c.head_dim, decoder.dtype)
+        shapes = {c.kv_shape(layer) for layer in range(c.layers)}
+        self._wide = KvShape(max(shape.heads for shape in shapes), max(shape.dim for shape in shapes))
+        self.chunk = min(attention.chunk_tokens(c.heads, shape.heads, shape.dim, decoder.dtype) for shape in shapes)
         if c.description.latent is not None:
             self.chunk = latent.chunk_tokens(c.heads, decoder.dtype, self.device)
         self.ahead = can_go_ahead(self.device)
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.deterministic = deterministic
         alike = all(cap == 0.0 and sinks is None for cap, sinks in self._softmax)
-        plain = alike and not deterministic and self.windows == (None,) and c.description.latent is None
+        alike = alike and c.description.latent is None and c.description.per_layer is None
+        plain = alike and not deterministic and self.windows == (None,)
         self.shared_room = SharedRoom(c.heads, c.head_dim, self.device) if plain else None
         self.takes_prompts = plain and can_take_prompts(self.device, self.dtype, c.head_dim)
         self._numbers = torch.arange(512, dtype=torch.int32, device=self.device)
@@ -109,7 +114,8 @@ class CudaModel:
         self._positions, self._output_bias = decoder.positions, decoder.output_bias
         self._embedding_scale = torch.tensor(self.config.description.embedding_scale, dtype=self.dtype).item()
         sets = zip(decoder.layers, self._rope_sets, strict=True)
-        self._heads = [head_config(layer, rotated=ropes >= 0) for layer, ropes in sets]
+        heads = [head_config(layer, rotated=ropes >= 0) for layer, ropes in sets]
+        self._heads = [own_heads(how, decoder.layers[l], l) for l, how in enumerate(heads)]
         if (what := self.config.description.latent) is not None:
             self._latent = LatentRows(decoder.layers, what, self.matmuls)
         self._described = DescribedLayers(decoder, self.matmuls, self._heads, self._attention, self._latent)
@@ -123,7 +129,7 @@ class CudaModel:
             fused.angles(step.ints, step.rows, cs[: step.count], inv_freq, rope.scale)
         mark("rope")
         if self._described is not None:
-            self._described.forward(step, buffers, mark)
+            self._described.forward(step, buffers, mark, self.sampled)
         elif self._scaled is not None:
             self._scaled_rows(self._scaled, step, buffers, mark)
         elif self.is_quantized and (self.deterministic or step.count <= quantized.FEW):
@@ -258,14 +264,16 @@ class CudaModel:
         *,
         unscaled: Unscaled | None = None,
     ) -> None:
-        n, (keys, values), ropes = step.count, self._kv[l], self._rope_sets[l]
-        q, mixed = buffers.q[:n], buffers.mixed[:n] if out is None else out
+        n, (keys, values), ropes, heads = step.count, self._kv[l], self._rope_sets[l], self._heads[l]
+        q = fit(buffers.q, n, heads.heads, heads.dim)
+        size = heads.dim if self._latent is None else self._latent.size
+        mixed = fit(buffers.mixed, n, heads.heads, size) if out is None else out
         cs = None if ropes < 0 else buffers.angles[ropes][:n]
         if self._latent is not None:
             self._latent.rotate_and_write(l, step, buffers, keys, buffers.angles[ropes][:n])
         else:
             fused.rotate_and_write(
-                buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, self._heads[l], self.ahead, unscaled
+                buffers.qkv[:n], q, keys, values, step.ints, step.rows, cs, heads, self.ahead, unscaled
             )
         mark("rope")
         scale, (cap, sinks) = self.config.attention_scale, self._softmax[l]
@@ -337,7 +345,7 @@ class CudaModel:
                 splits = MIXED if few else pick_splits(count, self._latent.programs)
                 latent.attend_rows(q, mixed, paged, splits, self._scratch_for(splits, count), which=which, ahead=ahead)
                 continue
-            splits = MIXED if few else pick_splits(count, self.config.kv_heads)
+            splits = MIXED if few else pick_splits(count, paged.keys.shape[2])
             attention.attend_rows(
                 q, mixed, paged, splits, self._scratch_for(splits, count),
                 which=which, tile=pick_tile(count, splits, row_bytes), shared=shared, ahead=ahead,
@@ -350,8 +358,8 @@ class CudaModel:
         if fitting:
             return fitting[0]
         c, wide = self.config, 1 << max(0, rows - 1).bit_length()
-        dim = c.head_dim if self._latent is None else self._latent.size
-        scratch = attention.make_scratch(wide, c.heads, c.kv_heads, dim, splits, self.device)
+        dim = self._wide.dim if self._latent is None else self._latent.size
+        scratch = attention.make_scratch(wide, c.heads, self._wide.heads, dim, splits, self.device)
         self._scratch.setdefault(splits, []).append(scratch)
         return scratch
 
@@ -434,7 +442,8 @@ def _frequencies(decoder: Decoder, sets: Sequence[int]) -> list[Tensor]:
     if decoder.inv_freq.ndim == 1:
         return [decoder.inv_freq]
     count = 1 + max(sets)
-    return [decoder.inv_freq[sets.index(number)].contiguous() for number in range(count)]
+    ropes, rows = decoder.config.rope_sets[0], [decoder.inv_freq[sets.index(number)] for number in range(count)]
+    return [row[: rope.dim // 2].contiguous() for row, rope in zip(rows, ropes, strict=True)]
 
 
 def _wide(sinks: Tensor | None) -> Tensor | None:
@@ -465,7 +474,7 @@ def pick_tile(rows: int, splits: Splits, row_bytes: int) -> AttentionTile:
     `row_bytes` are those of a key: of long ones less fits.
     """
     if row_bytes > 512:
-        return AttentionTile(32, 4, 2)
+        return AttentionTile(32 if row_bytes <= 1024 else 16, 4, 2)
     if splits.least < 1024:
         return AttentionTile(64, 4, 2)
     if row_bytes > 256:
@@ -477,4 +486,6 @@ def pick_tile(rows: int, splits: Splits, row_bytes: int) -> AttentionTile:
 
 def fixed_tile(dim: int, dtype: torch.dtype) -> AttentionTile:
     """The one tile of a model in deterministic mode; FIXED.least holds a whole number of them."""
+    if dim > 256 and dtype == torch.float32:
+        return AttentionTile(16, 4, 2)
     return AttentionTile(32, 4, 2) if dim > 128 or dtype == torch.float32 else AttentionTile(64, 4, 2)
