@@ -25,7 +25,7 @@ from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.runtime.runners.cuda import runner as cuda_runner  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
 from support.checks import assert_close, logit_rows, random_tokens, reference_logits  # noqa: E402
-from support.descriptions import ALL, DENSE, EXPERTS, LATENT, PER_LAYER  # noqa: E402
+from support.descriptions import ALL, DENSE, EXPERTS, LATENT, PER_LAYER, STREAMS  # noqa: E402
 from support.gguf_families import write_family  # noqa: E402
 from support.hf import build_hf, save_hf  # noqa: E402
 from support.hf_families import CASES as OF_TRANSFORMERS  # noqa: E402
@@ -36,12 +36,8 @@ from support.quantized_files import mxfp4, with_weights  # noqa: E402
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 N = 17  # two pages, and longer than every small window
 HIDDEN = (3, 4, 7)  # slots that a mask hides
-QUICK = tuple(next(iter(group)) for group in (DENSE, EXPERTS, LATENT, PER_LAYER))
-NAMED = [
-    name
-    for group in (OF_TRANSFORMERS | LATENT_AND_CHUNKED | {"Gemma4Text": OF_LAYERS["Gemma4Text"]}).values()
-    for name in group
-]
+QUICK = tuple(next(iter(group)) for group in (DENSE, EXPERTS, LATENT, STREAMS))
+NAMED = [name for group in (OF_TRANSFORMERS | LATENT_AND_CHUNKED | OF_LAYERS).values() for name in group]
 CASES = [name if name in QUICK or DEVICE == "cuda" else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 
 
@@ -149,7 +145,7 @@ async def moved(engine: hw.Engine) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [next(iter(DENSE)), *LATENT, *PER_LAYER])
+@pytest.mark.parametrize("name", [next(iter(DENSE)), *LATENT, *PER_LAYER, *STREAMS])
 def test_moved_slots_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for mode in ("triton", "off"):

@@ -302,8 +302,7 @@ def test_half_precision_computes_the_same_within_its_rounding(case: Case, monkey
 
 def test_what_is_not_there_is_refused_and_listed(case: Case) -> None:
     can = case.engine.capabilities
-    triton = case.name.startswith(("llama4", "deepseek", "gemma4"))
-    assert (can.native, can.triton, can.quantize, can.keeps_quantized) == (True, triton, True, True)
+    assert (can.native, can.triton, can.quantize, can.keeps_quantized) == (True, True, True, True)
     assert can.masks
     assert can.tree_drafts
     family = case.engine.config.family

@@ -7,6 +7,7 @@ from typing import Any
 from headway.kernels.host.attention import ChunkWindow
 from headway.kernels.host.rope import Rope
 from headway.models.description import (
+    AltUp,
     Description,
     ExpertGroups,
     Experts,
@@ -138,17 +139,17 @@ PER_LAYER: dict[str, dict[str, Any]] = {
     "heads and widths of layers, earlier keys and values, inputs of tokens, as Gemma 4": _config(
         Description(
             **BOTH,
-            ropes=(Rope(16, 100.0), Rope(24, 5000.0)) * 2,
+            ropes=(Rope(16, 100.0), Rope(24, 5000.0), Rope(16, 100.0)),
             per_layer=PerLayer(
-                kv_from=(0, 1, 0, 1),
-                kv_shapes=(KvShape(2, 16), KvShape(1, 24)) * 2,
-                inners=(36, 36, 52, 52),
+                kv_from=(0, 1, 0),
+                kv_shapes=(KvShape(2, 16), KvShape(1, 24), KvShape(2, 16)),
+                inners=(36, 36, 52),
                 inputs=LayerInputs(8, 97),
                 scaled=True,
             ),
         ),
-        windows=(5, None) * 2,
-        layers=4,
+        windows=(5, None, 5),
+        layers=3,
         head_dim=24,
         qk_norm=True,
         tied=True,
@@ -171,4 +172,19 @@ PER_LAYER: dict[str, dict[str, Any]] = {
         qk_norm=True,
     ),
 }
-ALL = DENSE | EXPERTS | LATENT | PER_LAYER
+STREAMS: dict[str, dict[str, Any]] = {
+    "residuals side by side, sparse gates, a low-rank product, as Gemma 3n": _config(
+        Description(
+            **BOTH,
+            ropes=(Rope(16, 100.0),) * 2,
+            logit_cap=6.0,
+            per_layer=PerLayer(
+                kv_from=(0, 0), kv_shapes=(KvShape(2, 16),) * 2, inners=(36, 20), inputs=LayerInputs(8, 90)
+            ),
+            altup=AltUp(streams=3, active=1, rank=6, sparsity=(0.9, 0.0)),
+        ),
+        qk_norm=True,
+        tied=True,
+    ),
+}
+ALL = DENSE | EXPERTS | LATENT | PER_LAYER | STREAMS

@@ -83,7 +83,6 @@ def why_no_triton_layers(config: ModelConfig) -> str | None:
     """Why the Triton kernels do not compute a model of this config, in words, or None."""
     d = config.description
     words = (
-        *((word, True) for word in (() if d.altup is None else d.altup.differences())),
         ("latent attention with caps or sinks", d.latent is not None and (d.attention_cap is not None or d.sinks)),
         ("recurrent layers", d.recurrence is not None),
         ("norms after parallel attention", d.parallel and d.norm_place != "before"),

@@ -173,6 +173,8 @@ def chunk_items(segments: Sequence[tuple[int, int]], tokens: int) -> list[int]:
 
 def chunk_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Rows and slots per tile, warps, stages."""
+    if dim > 256:
+        return max(32, triton.next_power_of_2(group)), 32 if dtype != torch.float32 else 16, 8, 1
     if dtype == torch.float32:
         return max(32, triton.next_power_of_2(group)), 32, 4, 1
     if dim > 128:

@@ -41,6 +41,11 @@ class Buffers:
         self.tokens = None
         if own is not None and own.inputs is not None:
             self.tokens = TokenBuffers(c.layers, own.inputs.size, rows, dtype, device)
+        self.altup = None
+        if (streams := c.description.altup) is not None:
+            n, rank = streams.streams, streams.rank
+            both = [torch.empty(n, rows, c.hidden_size, dtype=dtype, device=device) for _ in range(2)]
+            self.altup = AltUpBuffers(both[0], both[1], empty(c.hidden_size), empty(rank))
         self.beside = None
         if what is not None and what.beside_dense:
             self.beside = BesideBuffers(*(empty(c.hidden_size) for _ in range(3)))
@@ -84,6 +89,17 @@ class BesideBuffers:
     rows: Tensor
     reads: Tensor
     out: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AltUpBuffers:
+    """Buffers for residuals side by side [n, rows, E], as they are and as they are predicted, and for a product of low
+    rank and the rows between its matrices."""
+
+    streams: Tensor
+    predicted: Tensor
+    raised: Tensor
+    low: Tensor
 
 
 class LatentBuffers:

@@ -185,15 +185,15 @@ class DescribedLayers:
             delta = self._beside.add(l, x, delta, buffers, adapters=adapters)
         mark("feed-forward")
         following = self._norms[l + 1].input if l + 1 < len(self._layers) else None
-        after, factor = norms.after_mlp, layer.layer_scale if isinstance(layer, PerLayerLayer) else None
+        after, scale = norms.after_mlp, what.residual_scale
+        factor = layer.layer_scale if isinstance(layer, PerLayerLayer) else None
         if self._tokens is not None:
             assert rows.inputs is not None
-            fused.add_and_norm(x, None, None, add=delta, after=after, scale=what.residual_scale, ahead=self._ahead)
+            fused.add_and_norm(x, None, None, add=delta, after=after, scale=scale, ahead=self._ahead)
             delta, after = rows.delta[:n], norms.after_token
             self._tokens.take(l, rows.x, rows.inputs[l], rows.delta, buffers)
-        fused.add_and_norm(
-            x, h, following, add=delta, after=after, scale=what.residual_scale, factor=factor, ahead=self._ahead
-        )
+            scale = 1.0
+        fused.add_and_norm(x, h, following, add=delta, after=after, scale=scale, factor=factor, ahead=self._ahead)
         mark("norm")
 
     def _finish_needed(self, needed: Tensor, step: DeviceStep, rows: LayerRows, buffers: Buffers, mark: Mark) -> None:
@@ -223,5 +223,9 @@ class DescribedLayers:
         else:
             gate_up = fit(buffers.gate_up, len(h), 2 * width)
             self._matmuls.project((l, "gate_up"), h, layer.gate_up, gate_up, adapters)
-            fused.gated(gate_up, inner, kind=what.activation, ahead=self._ahead)
+            self._activate(l, gate_up, inner)
         self._matmuls.project((l, "down"), inner, layer.down, out, adapters)
+
+    def _activate(self, l: int, gate_up: Tensor, inner: Tensor) -> None:
+        """The activation of a layer's gate, times up."""
+        fused.gated(gate_up, inner, kind=self._what.activation, ahead=self._ahead)

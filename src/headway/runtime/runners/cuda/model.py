@@ -50,6 +50,7 @@ from headway.runtime.runners.cuda.described import DescribedLayers, head_config
 from headway.runtime.runners.cuda.matmuls import Matmuls
 from headway.runtime.runners.cuda.scaled import ScaledLayers, ScaledStep, is_scaled
 from headway.runtime.runners.cuda.steps import DeviceStep, Mark
+from headway.runtime.runners.cuda.variants.altup import AltUpLayers
 from headway.runtime.runners.cuda.variants.latent import LatentRows
 from headway.runtime.runners.cuda.variants.per_layer import own_heads
 
@@ -118,7 +119,9 @@ class CudaModel:
         self._heads = [own_heads(how, decoder.layers[l], l) for l, how in enumerate(heads)]
         if (what := self.config.description.latent) is not None:
             self._latent = LatentRows(decoder.layers, what, self.matmuls)
-        self._described = DescribedLayers(decoder, self.matmuls, self._heads, self._attention, self._latent)
+        how = self.matmuls, self._heads, self._attention
+        streams = self.config.description.altup is not None
+        self._described = AltUpLayers(decoder, *how) if streams else DescribedLayers(decoder, *how, self._latent)
 
     def forward(self, step: DeviceStep, buffers: Buffers, mark: Mark) -> Tensor:
         """Residual rows [T, E] before the final norm; keys and values are in their pages."""
@@ -474,7 +477,7 @@ def pick_tile(rows: int, splits: Splits, row_bytes: int) -> AttentionTile:
     `row_bytes` are those of a key: of long ones less fits.
     """
     if row_bytes > 512:
-        return AttentionTile(32 if row_bytes <= 1024 else 16, 4, 2)
+        return AttentionTile(32 if row_bytes <= 1024 else 16, 8, 2)
     if splits.least < 1024:
         return AttentionTile(64, 4, 2)
     if row_bytes > 256:
@@ -486,6 +489,6 @@ def pick_tile(rows: int, splits: Splits, row_bytes: int) -> AttentionTile:
 
 def fixed_tile(dim: int, dtype: torch.dtype) -> AttentionTile:
     """The one tile of a model in deterministic mode; FIXED.least holds a whole number of them."""
-    if dim > 256 and dtype == torch.float32:
-        return AttentionTile(16, 4, 2)
+    if dim > 256:
+        return AttentionTile(16 if dtype == torch.float32 else 32, 8, 2)
     return AttentionTile(32, 4, 2) if dim > 128 or dtype == torch.float32 else AttentionTile(64, 4, 2)

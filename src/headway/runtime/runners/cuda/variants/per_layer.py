@@ -73,8 +73,12 @@ class BesideNorms:
     @classmethod
     def of(cls, beside: ExpertsBeside, kind: str, eps: float) -> BesideNorms:
         weights: Any = beside.experts
-        norms = (RowNorm(w, eps, kind) for w in (beside.dense_norm, beside.expert_in_norm, beside.expert_out_norm))
-        return cls(*norms, RowNorm(weights.router_scale * len(weights.router_scale) ** -0.5, eps))
+        return cls(
+            RowNorm(beside.dense_norm, eps, kind),
+            RowNorm(beside.expert_in_norm, eps, kind),
+            RowNorm(beside.expert_out_norm, eps, kind),
+            RowNorm(weights.router_scale * len(weights.router_scale) ** -0.5, eps),
+        )
 
 
 class BesideRows:
