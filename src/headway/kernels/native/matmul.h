@@ -113,7 +113,7 @@ struct Scales {
 // PARTS is 2 when a scale covers 16 inputs, else 1. Without a min the integer sum starts at -zero times the sum of the
 // quants, which is exact. Several blocks share the activations they load: loads, not products, limit a tile of one block.
 template <int BITS, int SCALE, bool HAS_MIN, int PARTS, int M, int B>
-inline void group_tile(const hw_matrix& w, int block, const Activations& x, int row, Prefetch& ahead, vf (&acc)[B][M]) {
+inline void group_tile(const hw_matrix& w, int block, const Activations& x, int row, Prefetch& prefetch, vf (&out)[B][M]) {
   constexpr int HELD = 8 / PARTS;  // vectors of quants for the inputs of one scale
   const int groups = x.groups, per = PARTS == 2 || SCALE == SCALE_ROW ? 1 : w.group / 32;  // activation groups per scale
   const size_t scale_groups = PARTS == 2 ? 2 * groups : (groups + per - 1) / per, next = (size_t)groups * BITS * 64;
@@ -121,7 +121,8 @@ inline void group_tile(const hw_matrix& w, int block, const Activations& x, int 
   const int8_t* in = x.quants + (size_t)row * x.width;
   const float *scales = x.scales + (size_t)row * groups, *sums = x.sums + (size_t)row * 3 * groups;
   const int32_t* totals = x.totals + (size_t)row * 3 * groups;
-  vf scale[B], min[B];
+  Prefetch ahead = prefetch;
+  vf acc[B][M], scale[B], min[B];  // sums of its own stay in registers; those of the caller would not
   int left = 1;         // activation groups until the next scale is loaded
   size_t scale_at = 0;  // its index
   HW_UNROLL
@@ -185,6 +186,11 @@ inline void group_tile(const hw_matrix& w, int block, const Activations& x, int 
     HW_UNROLL
     for (int m = 0; m < M; m++) acc[b][m] = vf_mul(acc[b][m], scale[b]);
   }
+  prefetch = ahead;
+  HW_UNROLL
+  for (int b = 0; b < B; b++)
+    HW_UNROLL
+    for (int m = 0; m < M; m++) out[b][m] = acc[b][m];
 }
 
 // Bytes of the scales of one block of grouped weights.
