@@ -117,6 +117,7 @@ class HostPool:
         self._inv_freq = inv_freq  # the model's angles for each position, by which keys are rotated
         shape = (layers, 2 if value_dim is None else 1, pages + 1, page_size * kv_heads * head_dim)
         self.raw, self._memory = _zeros(shape, STORED[dtype])
+        self._clean = np.ones(pages + 1, bool)  # zeros that nobody has taken yet: to clear them would take memory
         self.states: np.ndarray | None = None
         if states is not None:
             places, recurrent, numbers = states
@@ -182,7 +183,9 @@ class HostPool:
                     self.write(pages, source.load(places, names))
 
     def _clear(self, pages: list[int]) -> None:
-        self.raw[:, :, pages] = 0
+        index = np.array(pages, np.int64)
+        self.raw[:, :, index[~self._clean[index]]] = 0
+        self._clean[index] = False
 
     def _gather(self, edit: Gather) -> None:
         pages, places = np.array(edit.pages, np.int64), np.array(edit.places, np.int64)
