@@ -44,9 +44,13 @@ class NativeBpe:
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._longest = max(map(len, self._ids), default=1)
+        self._size = max(len(bpe), max(self.added, default=-1) + 1)
 
     def __len__(self) -> int:
-        return max(len(self._bpe), max(self.added, default=-1) + 1)
+        return self._size
+
+    def __contains__(self, id: int) -> bool:
+        return 0 <= id < len(self._bpe) or id in self.added
 
     @property
     def normalizes(self) -> bool:

@@ -242,7 +242,9 @@ class Tokenizer:
 
     def has(self, id: int) -> bool:
         """Whether an id has a token."""
-        return 0 <= id < self.vocab_size and self._name(id) is not None
+        if self._native is not None:
+            return id in self._native
+        return 0 <= id < self.vocab_size and (id in self._bytes or self._name(id) is not None)
 
     def token_to_id(self, name: str) -> int | None:
         """The id of the token with this name."""
