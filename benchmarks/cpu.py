@@ -32,7 +32,7 @@ from typing import Any
 
 import bandwidth
 from cpu_files import CannotWrite, Files, weight_bytes
-from cpu_plan import PEERS, Entry, Work, plan, quick
+from cpu_plan import BF16_KV, PEERS, Entry, Work, plan, quick
 from cpu_report import Measured, Outcome, table
 from cpu_runner import Command, PeerFailed, Runner, start_to_first_token
 
@@ -76,7 +76,7 @@ class Bench:
         if peer not in self.commands:
             return self._note(f"{peer} was not given with --peer")
         try:
-            stored = "f16" if form in ("int8", "int4") else form
+            stored = "f16" if form in ("int8", "int4") else form.removesuffix(BF16_KV)
             path = self.files.get(SHAPES[shape], stored)
             command = self.commands[peer]
             named = {"path": str(path), "form": form.removeprefix("ov-").removeprefix("gguf-")}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 PEERS = ("llama", "transformers", "openvino", "vllm")
+BF16_KV = "+kv-bf16"  # after a form: Headway's keys and values in bfloat16, which OpenVINO computes in by itself
 FORKS = 32
 
 
@@ -132,6 +133,7 @@ def _quantized(z: Sizes, small: str, large: str) -> Iterator[Entry]:
             yield Entry(small, form, replace(decode, sequences=n), rivals)
         for work, wanted in ((long, 1.1), (longer, 1.0)):
             yield Entry(small, form, work, (Rival("llama", form, 2.0), Rival("openvino", other, wanted)))
+        yield Entry(small, form + BF16_KV, longer, (Rival("openvino", other, 1.1),))
         yield Entry(large, form, long, (Rival("llama", form), Rival("openvino", other, 1.2)))
         forks = Work("fork", z.prompts[0], z.branch, z.forks)
         yield Entry(small, form, forks, (Rival("llama", form, 4.0), Rival("transformers", "f32", 4.0)))

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_plan import Entry
+from cpu_plan import BF16_KV, Entry
 
 from headway.bench.models import SHAPES
 
@@ -57,7 +57,7 @@ class Outcome:
             return one.median * one.bytes / limits["read_memory"]["best"]
         if work.kind == "prefill":
             products, attention = SHAPES[self.entry.shape].prefill_flops(work.prompt)
-            kind = "int8_product" if one.form in INTEGER else "float32_product"
+            kind = "int8_product" if one.form.removesuffix(BF16_KV) in INTEGER else "float32_product"
             least = products / limits[kind]["best"] + attention / limits["float32_product"]["best"]
             return one.median / work.prompt * least
         return None

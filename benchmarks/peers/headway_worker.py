@@ -20,7 +20,8 @@ class Worker:
 
     def load(self, path: str, form: str, *, threads: int, slots: int, sequences: int, total: int) -> dict[str, Any]:
         quantize = {"quantize": form} if form in ("int8", "int4") else {}
-        self._options: dict[str, Any] = {"threads": threads, **quantize}
+        kv = {"kv_dtype": "bfloat16"} if form.endswith("+kv-bf16") else {}
+        self._options: dict[str, Any] = {"threads": threads, **quantize, **kv}
         self._path = path
         self.engine = hw.Engine(path, pages=pages_for(sequences, -(-total // sequences)), **self._options)
         self.watch = SpeedTest(self.engine)
