@@ -116,18 +116,18 @@ $(DOCS_STAMP):
 	@$(call install,.[docs],run docs)
 
 # $(call install,what,stamps): a virtual environment, the packages, and the stamps when all of it worked. The native
-# library is compiled meanwhile: what needs no compiler is installed first.
+# library is compiled meanwhile: what needs no compiler is installed first, and what builds Headway with it, once for all.
 define install
 if $(PY) -m pip --version >/dev/null 2>&1; then $(PY) hatch_build.py & \
 else $(check_python); $(PYTHON) hatch_build.py & $(new_venv); fi; \
 $(PIP) install --no-compile -c constraints.txt -r <($(requirements)); \
-$(PIP) install --no-compile -c constraints.txt -e '$(1)'; wait; \
+$(PIP) install --no-compile --no-build-isolation -c constraints.txt -e '$(1)'; wait; \
 ls $(NATIVE)/_headway.* >/dev/null 2>&1 || echo "No C++ compiler: Headway has no native library here and needs torch: $(PIP) install -c constraints.txt -e '.[torch]'"; \
 for stamp in $(2); do rm -f $(VENV)/.headway-$$stamp-*; touch $(VENV)/.headway-$$stamp-$(KEY); done
 endef
 
 define requirements
-$(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")'
+$(PY) -c 'import tomllib; toml = tomllib.load(open("pyproject.toml", "rb")); print(*toml["build-system"]["requires"], *toml["project"]["dependencies"], sep="\n")'
 endef
 
 # Python for WebAssembly with Headway's client; kept while its sources are the same. bubblewrap confines processes.

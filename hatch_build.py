@@ -40,7 +40,8 @@ ALWAYS = ("-std=c++17", "-fPIC", "-pthread", "-fno-fast-math", "-ffp-contract=of
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 # GCC 12 may leave out the rounding between two multiply-adds through double where it vectorizes straight-line code.
 PLAIN = ("-fno-tree-slp-vectorize",)
-SETS = {  # step.cpp is compiled once for each
+EACH = ("step.cpp", "matmul.cpp")  # compiled once for each instruction set
+SETS = {
     "hw_plain": PLAIN,
     "hw_avx2": ("-mavx2", "-mfma", "-mf16c"),
     "hw_avx512": AVX512,
@@ -150,16 +151,18 @@ def units(sources: Sequence[Path], tools: Toolchain) -> list[Unit]:
     """
     sets = list((SETS if tools.x86 else ARM_SETS if tools.arm else {"hw_plain": PLAIN}).items())
     wanted = range(len(sets)) if tools.level is None else sorted({0, tools.level})
-    levels = []
-    for level in wanted:
-        name, flags = sets[level]
-        levels.append(Unit(name, "step.cpp", (*level_flags(level, tools.arm), f"-DHW_NS={name}", HIDDEN, *flags)))
-    if tools.level:
-        levels[0] = levels[0]._replace(flags=(*levels[0].flags, "-O1"))
+    plain, *levels = [set_units(level, *sets[level], tools) for level in wanted]
     machine = (*tools.machine, f"-DHW_SETS={sum(1 << level for level in wanted)}")
-    others = [source.name for source in sources if source.suffix == ".cpp" and source.name != "step.cpp"]
+    others = [source.name for source in sources if source.suffix == ".cpp" and source.name not in EACH]
     rest = [Unit(Path(name).stem, name, (*machine, visibility(name))) for name in others]
-    return [levels[0], *rest, *levels[1:]]
+    return [*plain, *rest, *(unit for level in levels for unit in level)]
+
+
+def set_units(level: int, name: str, flags: tuple[str, ...], tools: Toolchain) -> list[Unit]:
+    """The objects of one instruction set."""
+    quickly = ("-Og",) if tools.level and not level else ()
+    every = (*level_flags(level, tools.arm), f"-DHW_NS={name}", HIDDEN, *flags, *quickly)
+    return [Unit(f"{name}_{Path(source).stem}", source, every) for source in EACH]
 
 
 def level_flags(level: int, arm: bool) -> tuple[str, ...]:
@@ -201,8 +204,9 @@ def compile_objects(root: Path, folder: Path, tools: Toolchain) -> list[Path]:
         stamp.seek(0)
         if stamp.read() != wanted or not all(path.exists() for path in objects):
             stamp.truncate(0)
+            work = sorted(zip(parts, objects), key=lambda each: "-Og" in each[0].flags)  # what takes longest first
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(one, parts, objects))
+                list(pool.map(one, *zip(*work)))
             stamp.write(wanted)
     return objects
 

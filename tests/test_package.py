@@ -110,8 +110,8 @@ def test_a_compiler_that_cannot_compile_counts_as_none(hook: ModuleType, tmp_pat
 def test_every_instruction_set_is_compiled_and_the_plain_one_is_linked_first(hook: ModuleType) -> None:
     sources = hook.native_sources(ROOT)
     units = hook.units(sources, tools_for(hook, x86=True))
-    assert units[0].name == "hw_plain"
-    assert not [flag for flag in units[0].flags if flag.startswith("-m")]
+    assert [unit.name for unit in units[:2]] == ["hw_plain_step", "hw_plain_matmul"]
+    assert not [flag for unit in units[:2] for flag in unit.flags if flag.startswith("-m")]
     steps = [unit for unit in units if unit.source == "step.cpp"]
     assert [unit.flags[:2] for unit in steps] == [
         ("-DHW_ISA=0", "-DHW_NS=hw_plain"),
@@ -120,6 +120,7 @@ def test_every_instruction_set_is_compiled_and_the_plain_one_is_linked_first(hoo
         ("-DHW_ISA=3", "-DHW_NS=hw_vnni"),
         ("-DHW_ISA=4", "-DHW_NS=hw_bf16"),
     ]
+    assert [unit.flags for unit in units if unit.source == "matmul.cpp"] == [unit.flags for unit in steps]
     assert {unit.source for unit in units} == {source.name for source in sources if source.suffix == ".cpp"}
 
 
@@ -131,11 +132,11 @@ def test_an_installation_compiles_the_machines_best_set_and_the_plain_one(hook: 
     sources = hook.native_sources(ROOT)
     units = hook.units(sources, tools_for(hook, x86=True)._replace(level=3))
     steps = [unit for unit in units if unit.source == "step.cpp"]
-    assert [unit.name for unit in steps] == ["hw_plain", "hw_vnni"]
-    assert steps[0].flags[-1] == "-O1"
+    assert [unit.name for unit in steps] == ["hw_plain_step", "hw_vnni_step"]
+    assert steps[0].flags[-1] == "-Og"
     assert "-DHW_SETS=9" in next(unit.flags for unit in units if unit.source == "api.cpp")
     (alone,) = [u for u in hook.units(sources, tools_for(hook, x86=True)._replace(level=0)) if u.source == "step.cpp"]
-    assert "-O1" not in alone.flags
+    assert "-Og" not in alone.flags
 
 
 def test_the_machine_is_asked_for_its_best_set(hook: ModuleType, tmp_path: Path) -> None:
@@ -154,11 +155,12 @@ def test_arm_gets_neon_with_dotprod_and_with_i8mm(hook: ModuleType, tmp_path: Pa
         tools = hook.Toolchain.detect({"PATH": str(tmp_path)}, machine)
         assert (tools.x86, tools.arm) == (False, True)
     units = hook.units(hook.native_sources(ROOT), tools_for(hook, arm=True))
-    steps = {unit.name: unit.flags for unit in units if unit.source == "step.cpp"}
-    assert list(steps) == ["hw_plain", "hw_neon", "hw_i8mm"] == [units[0].name, *list(steps)[1:]]
+    steps = {unit.name.removesuffix("_step"): unit.flags for unit in units if unit.source == "step.cpp"}
+    assert list(steps) == ["hw_plain", "hw_neon", "hw_i8mm"]
+    assert units[0].name == "hw_plain_step"
     assert not [flag for flag in steps["hw_plain"] if flag.startswith(("-m", "-DHW_NEON"))]
     assert {"-DHW_ISA=0", "-DHW_NEON=2", "-march=armv8.2-a+dotprod+i8mm"} <= set(steps["hw_i8mm"])
-    assert all("-DHW_ARM" in unit.flags for unit in units if unit.source != "step.cpp")
+    assert all("-DHW_ARM" in unit.flags for unit in units if unit.source not in hook.EACH)
 
 
 def test_other_machines_get_the_plain_set_alone(hook: ModuleType, tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_other_machines_get_the_plain_set_alone(hook: ModuleType, tmp_path: Path
     assert hook.Toolchain.detect({"PATH": str(tmp_path)}, "AMD64").x86
     assert not any(hook.Toolchain.detect({"PATH": str(tmp_path)}, "riscv64")[3:])
     units = hook.units(hook.native_sources(ROOT), tools_for(hook))
-    assert [unit.name for unit in units if unit.source == "step.cpp"] == ["hw_plain"]
+    assert [unit.name for unit in units if unit.source == "step.cpp"] == ["hw_plain_step"]
     assert not [flag for unit in units for flag in unit.flags if flag.startswith("-m") or flag == "-DHW_X86"]
 
 

@@ -241,7 +241,7 @@ inline void matmul_float_tile(const hw_matrix& w, int block, const Activations& 
 }
 
 template <int M, int B>
-inline void matmul_quantized_tile(const hw_matrix& w, int block, const Activations& x, int row, Prefetch& ahead, const MatmulOutput& to) {
+void matmul_quantized_tile(const hw_matrix& w, int block, const Activations& x, int row, Prefetch& ahead, const MatmulOutput& to) {
   vf acc[B][M];
   const int scale = w.kind == HW_INT8 ? SCALE_ROW : w.scale_kind, bits = w.kind == HW_INT8 ? 8 : w.bits;
   const bool halves = w.kind == HW_GROUPS && w.group == 16, has_min = w.kind == HW_GROUPS && w.has_min;
@@ -265,6 +265,22 @@ inline void matmul_quantized_tile(const hw_matrix& w, int block, const Activatio
   HW_TRY(4, HW_SCALE_E8, false, 1)   // MXFP4
 #undef HW_TRY
 }
+
+// The tiles there are; matmul.cpp has them, which compiles beside step.cpp and takes as long.
+#define HW_QUANTIZED_TILE(M, B) \
+  template void matmul_quantized_tile<M, B>(const hw_matrix&, int, const Activations&, int, Prefetch&, const MatmulOutput&);
+#if HW_ISA >= 3
+#define HW_QUANTIZED_TILES(DO) DO(1, 1) DO(2, 1) DO(4, 1) DO(8, 1) DO(1, 2) DO(2, 2) DO(4, 2) DO(6, 2)
+#elif HW_ISA >= 2
+#define HW_QUANTIZED_TILES(DO) DO(1, 1) DO(2, 1) DO(4, 1) DO(8, 1) DO(1, 2) DO(2, 2) DO(4, 2)
+#else
+#define HW_QUANTIZED_TILES(DO) DO(1, 1) DO(2, 1) DO(4, 1) DO(8, 1)
+#endif
+#ifndef HW_TILES_HERE
+#define HW_EXTERN(M, B) extern HW_QUANTIZED_TILE(M, B)
+HW_QUANTIZED_TILES(HW_EXTERN)
+#undef HW_EXTERN
+#endif
 
 // Rows of a tile of quantized weights, of `count` that are left.
 template <int B>
@@ -292,10 +308,12 @@ inline Prefetch prefetch(const hw_matrix& w, int from, int to, int count) {
   return ahead;
 }
 
+constexpr bool QUANTIZED_PAIRS = HW_ISA >= 2;  // whether tiles of quantized weights have two blocks
+
 // `count` rows starting at `row`, B blocks of the matrix from `block`; `end` is where this thread's blocks end.
 template <int B>
 inline void matmul_blocks(const hw_matrix& w, int block, int end, const Activations& x, int row, int count, const MatmulOutput& target) {
-  if (is_quantized(w)) {
+  if constexpr (B == 1 || QUANTIZED_PAIRS) if (is_quantized(w)) {
     Prefetch ahead = prefetch<B>(w, block + B, std::min(block + 2 * B, end), count);
     for (int rows = 0; count > 0; row += rows, count -= rows) {
       rows = tile_rows<B>(count);
@@ -319,7 +337,7 @@ inline void matmul_blocks(const hw_matrix& w, int block, int end, const Activati
 
 // Blocks [from, to) of the matrix. Two blocks share the activations they load; a single row reads its quants in one stream.
 inline void matmul_rows(const hw_matrix& w, int from, int to, const Activations& x, int row, int count, const MatmulOutput& target) {
-  const bool pairs = !is_quantized(w) || (HW_ISA >= 2 && count > 1);
+  const bool pairs = !is_quantized(w) || (QUANTIZED_PAIRS && count > 1);
   for (; pairs && from + 1 < to; from += 2) matmul_blocks<2>(w, from, to, x, row, count, target);
   for (; from < to; from++) matmul_blocks<1>(w, from, to, x, row, count, target);
 }
