@@ -6,7 +6,7 @@ are the counter. There is no state, so a draw does not depend on earlier draws o
 
 from __future__ import annotations
 
-import secrets
+import os
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -63,7 +63,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 def fresh_seed() -> int:
     """A new seed from the operating system's entropy."""
-    return secrets.randbits(64)
+    return int.from_bytes(os.urandom(8), "little")
 
 
 def _words(values: ArrayLike, name: str) -> np.ndarray:

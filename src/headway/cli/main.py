@@ -6,8 +6,8 @@ A command line that names a command imports that one alone, and a plain one is r
 
 from __future__ import annotations
 
-import difflib
 import errno
+import gc
 import os
 import re
 import sys
@@ -16,6 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
+from headway.base.config import default_environment
 from headway.base.errors import HeadwayError
 from headway.base.system.extras import explain_missing
 from headway.base.system.gc_paused import gc_paused
@@ -26,6 +27,8 @@ from headway.cli.terminal.render import be_quiet, emit_json
 if TYPE_CHECKING:
     import typer
 
+# numpy's threads, of which nothing here has much use, wait for work asleep: they would spin as soon as it is imported.
+SLEEPY_BLAS = {"OPENBLAS_THREAD_TIMEOUT": "4"}
 EXIT_MISTAKE = 2
 EXIT_INTERRUPT = 130
 EXIT_BROKEN_PIPE = 141
@@ -113,6 +116,7 @@ def _group(module: Any) -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its exit code."""
     _open_missing_streams()
+    default_environment(SLEEPY_BLAS)
     code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
@@ -156,6 +160,7 @@ def _run(arguments: list[str]) -> int | None:
         with gc_paused():
             command = _function(name)
             values = plain.values(command, arguments[1:])
+            gc.freeze()  # what is imported stays, and need not be looked at
         if values is not None:
             return command(**values)
     return _command(arguments).main(arguments, prog_name="headway", standalone_mode=False)
@@ -260,6 +265,8 @@ def _usage_sentence(error: Exception) -> str:
 
 def _hint(name: str, context: Any) -> str:
     """What somebody may have meant by a command that does not exist."""
+    import difflib
+
     command = getattr(context, "command_path", "headway")
     known = list(getattr(getattr(context, "command", None), "commands", {}))
     if command == "headway" and name in MEANT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,13 @@ class ModelConfig:
         own = self.description.per_layer
         return KvShape(self.kv_heads, self.head_dim) if own is None else own.kv_shapes[layer]
 
-    @property
+    @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         """The layers that have keys and values of their own in the KV cache, in order."""
         own = self.description.per_layer
         return tuple(layer for layer in self.attention_layers if own is None or own.kv_from[layer] == layer)
 
-    @property
+    @cached_property
     def kv_places(self) -> tuple[int, ...]:
         """For each layer with attention, where the keys and values that it attends to are in the KV cache."""
         own, places = self.description.per_layer, self.kv_layers
@@ -128,7 +129,7 @@ class ModelConfig:
         own = self.description.per_layer
         return self.intermediate_size if own is None else own.inners[layer]
 
-    @property
+    @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that have attention, in order."""
         others = frozenset[int]() if self.description.both else self.description.recurrent_layers

@@ -75,7 +75,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def _cpu(root: Path) -> tuple[str, set[str]]:
-    name, flags = platform.processor() or platform.machine(), set[str]()
+    name, flags = "", set[str]()
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         match key.strip():
@@ -83,7 +83,7 @@ def _cpu(root: Path) -> tuple[str, set[str]]:
                 name = value.strip()
             case "flags" | "Features":
                 flags.update(value.split())
-    return name, flags
+    return name or platform.processor() or platform.machine(), flags  # the processor's name is asked of a program
 
 
 def _meminfo(root: Path) -> dict[str, int]:

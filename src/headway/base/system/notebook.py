@@ -5,7 +5,6 @@ It is IPython's own display, updated in place; no widget package is needed. Comm
 
 from __future__ import annotations
 
-import html
 import sys
 import threading
 import time
@@ -43,6 +42,8 @@ class NotebookBar:
             self._show(done, total, label)
 
     def _show(self, done: float, total: float | None, label: str) -> None:
+        import html
+
         from IPython.display import display  # type: ignore[reportMissingImports]
 
         amount = self._form(done) if total is None or done == total else f"{self._form(done)} of {self._form(total)}"

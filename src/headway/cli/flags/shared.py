@@ -372,8 +372,8 @@ def open_engine(options: EngineOptions) -> Iterator[hw.Engine]:
         mark("imported")
         with loading() as layers:
             engine = new_engine(path, **options.given(), progress=layers)
+        gc.freeze()  # what is loaded by now stays, and need not be looked at again
     mark("loaded")
-    gc.freeze()  # what is loaded by now stays, and need not be looked at again
     with engine:
         yield engine
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import BadModelFile
@@ -101,6 +100,8 @@ def _gguf_sparsity(keys: Keys, layers: int) -> tuple[float, ...]:
             f"GGUF: {keys.prefix}activation_sparsity_scale is {list(given)!r}; it must be a number for each of "
             f"{layers} layers"
         )
+    from statistics import NormalDist  # with fractions and decimals, which no other model needs
+
     return tuple(NormalDist().cdf(scale) for scale in given)
 
 

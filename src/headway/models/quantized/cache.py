@@ -12,10 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -227,14 +229,22 @@ def _read(path: Path, key: str, config: ModelConfig) -> QuantizedDecoder:
         _check(size == start + header["size"], "it is cut off")
         data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     whole = np.frombuffer(data, np.uint8, header["size"], start)
-    _check(_checksum(whole) == header["checksum"], "its contents are damaged")
+    with ThreadPoolExecutor(1) as beside:  # sums hold no lock of the interpreter's
+        checksum = beside.submit(_checksum, whole)
+        decoder = _placed(whole, header, config)
+    _check(checksum.result() == header["checksum"], "its contents are damaged")
+    return decoder
+
+
+def _placed(whole: np.ndarray, header: dict[str, Any], config: ModelConfig) -> QuantizedDecoder:
+    """The decoder of a header, with arrays in `whole`."""
 
     def array(entry: Sequence[Any] | None) -> np.ndarray | None:
         if entry is None:
             return None
         at, shape, dtype = entry
         kind = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        count = math.prod(shape) * kind.itemsize
         return whole[at : at + count].view(kind).reshape(shape)
 
     def matrix(entry: dict[str, Any]) -> QuantizedMatrix:

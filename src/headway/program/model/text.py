@@ -5,12 +5,16 @@ They are read on first use. A model that has neither is valid: callers that need
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.base.system.gc_paused import gc_paused
 from headway.models.files.gguf import GgufFile, read_header
+
+TEMPLATES = "headway.text.templates.sandbox"  # with jinja2, whose import takes as long as a vocabulary
 
 if TYPE_CHECKING:
     from headway.text.templates.chat_template import ChatTemplate
@@ -51,5 +55,7 @@ def _read(path: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:
         return tokenizer, None if tokenizer is None else ChatTemplate.from_folder(path, tokenizer)
     with GgufFile.open(path) as file:
         metadata = dict(file.metadata)
+    if "tokenizer.chat_template" in metadata:  # while the native library builds the vocabulary, the interpreter is free
+        threading.Thread(target=import_module, args=(TEMPLATES,), name="headway-templates").start()
     tokenizer = Tokenizer.from_gguf(metadata)
     return tokenizer, None if tokenizer is None else ChatTemplate.from_gguf(metadata, tokenizer)
