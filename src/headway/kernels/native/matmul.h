@@ -209,8 +209,9 @@ struct MatmulOutput {
   bool add;
 };
 
+// Not inline: every format of a tile would have it.
 template <int M, int B>
-inline void store_tile(const hw_matrix& w, int block, int row, const MatmulOutput& to, vf (&acc)[B][M]) {
+__attribute__((noinline)) void store_tile(const hw_matrix& w, int block, int row, const MatmulOutput& to, vf (&acc)[B][M]) {
   HW_UNROLL
   for (int b = 0; b < B; b++) {
     int at = (block + b) * LANES, wide = std::min(LANES, w.n - at);
