@@ -1,4 +1,4 @@
-"""`dataclass` as the standard library has it, made in a sixth of the time: a process imports some 200 of them.
+"""`dataclass` as the standard library has it, made in a tenth of the time: a process imports some 200 of them.
 
 The standard one compiles up to six methods for each class. Here `__init__` alone is compiled, when the first object is
 made, which for most classes is never; the others are closures over the names of the fields, which are the standard
