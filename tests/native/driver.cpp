@@ -396,7 +396,7 @@ Results step(const Shape& s, int threads, int seed = 0) {
   const Adapters adapters(m, model, T);
   hw_step work{T, s.segments, 2, hooks, hooks, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
                m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(asked), m.copy(which), queries,
-               out, phases, m.copy(read), likely, stride, best, bad, (int)adapters.each.size(), (int)adapters.rows.size(),
+               out, phases, m.copy(read), likely, stride, best, bad, below(2), (int)adapters.each.size(), (int)adapters.rows.size(),
                adapters.each.data(), m.copy(adapters.rows), m.floats(adapters.rows.size())};
   std::vector<int32_t> first_runs{0}, state_runs;  // a sequence keeps its state once on the way, if it has several rows
   for (int g = 0; s.recurrence && g < s.segments; g++) {
