@@ -15,6 +15,8 @@ from peft import PeftModel
 from transformers.pytorch_utils import Conv1D
 
 import headway as hw
+from headway.models.adapters.bound import bind
+from headway.models.config import from_hf
 from support.checks import all_logits, assert_close, random_tokens
 from support.gguf_families import write_family, write_family_lora
 from support.gguf_recurrent import recurrent_model, write_recurrent
@@ -64,6 +66,18 @@ def test_every_linear_layer_gives_the_logits_of_peft(
         monkeypatch.setenv("HEADWAY_NATIVE", native)
         with hw.Engine(folder, dtype="float32", pages=16, threads=2, deterministic=deterministic) as engine:
             assert_close(all_logits(engine, tokens, adapter), expected)
+
+
+def test_no_linear_layer_of_any_family_is_refused() -> None:
+    for name in NAMES:
+        _, model = family_model(name)
+        state: dict[str, torch.Tensor] = {}
+        for layer in linear_layers(model):
+            module: Any = model.get_submodule(layer)
+            outputs, inputs = module.weight.shape[:: -1 if isinstance(module, Conv1D) else 1]
+            state |= {f"{layer}.lora_A.weight": torch.ones(1, inputs), f"{layer}.lora_B.weight": torch.ones(outputs, 1)}
+        bound = bind(hw.Adapter.from_tensors(state), from_hf(model.config.to_dict()))
+        assert all(bound.layers), name
 
 
 RECURRENT = ("qwen3.5", "lfm2", "mamba2")  # whose recurrences differ by rounding
