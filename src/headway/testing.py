@@ -19,6 +19,7 @@ import numpy as np
 from headway.base.arrays import from_tensor
 from headway.base.errors import HeadwayError, InvalidInput, Unsupported
 from headway.base.rng import uniform
+from headway.base.specs.adapters import OUTSIDE
 from headway.base.specs.probes import Logits, Probe
 from headway.base.specs.samplers import Sampling
 from headway.base.system.extras import explain_missing
@@ -120,7 +121,7 @@ def random_adapter(
     pairs: dict[Target, LowRank] = {}
     places = [
         (Target(layer, role), shape)
-        for layer in range(config.layers)
+        for layer in (*range(config.layers), OUTSIDE)
         for shapes in [layer_targets(config, layer)]
         for role in roles
         if (shape := shapes.get(role)) is not None

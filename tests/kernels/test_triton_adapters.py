@@ -26,6 +26,7 @@ from headway.models.quantized.cuda import quantize_decoder  # noqa: E402
 from headway.models.quantized.reference import float_decoder  # noqa: E402
 from headway.runtime.runners.cuda import model as cuda_model  # noqa: E402
 from headway.testing import random_adapter, random_model  # noqa: E402
+from support.descriptions import STREAMS  # noqa: E402
 from support.eventually import eventually  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -44,24 +45,27 @@ def tokens(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, count).tolist()
 
 
-def adapters(decoder: Decoder) -> list[hw.Adapter]:
-    config = decoder.config
+def adapters(engine: hw.Engine) -> list[hw.Adapter]:
+    """One of every matrix, and one of some and of the output matrix."""
+    config, roles = engine.config, engine.capabilities.adapters
+    some = [role for role in ("q", "v", "up", "altup_router", "altup_spread", "input_out") if role in roles]
     return [
-        random_adapter(config, rank=3, seed=1),
-        random_adapter(config, rank=18, seed=2, roles=("q", "v", "up"), head=True),
+        random_adapter(config, rank=3, seed=1, roles=roles),
+        random_adapter(config, rank=18, seed=2, roles=some, head=True),
     ]
 
 
-async def passes(engine: hw.Engine) -> list[np.ndarray]:
-    """Prompts and single rows under different adapters, in shared steps."""
-    one, two = adapters(engine.decoder)  # type: ignore[arg-type]
-    mixes = [[(one, 1.0)], [], [(one, 0.5), (two, -0.5)], [(two, 2.0)]]
+async def passes(engine: hw.Engine, only: int | None = None) -> list[np.ndarray]:
+    """Prompts and single rows under different adapters, in shared steps; or one of the sequences alone."""
+    one, two = adapters(engine)
+    mixes: list[Any] = [[(one, 1.0)], [], [(one, 0.5), (two, -0.5)], [(two, 2.0)]]
+    mixes = [mix for i, mix in enumerate(mixes) if only in (None, i)]
     contexts = [engine.context() for _ in mixes]
     found = []
     for count in (2, 1):
         running = []
         for i, (context, mix) in enumerate(zip(contexts, mixes, strict=True)):
-            forward = context.forward().input(tokens(count, i))
+            forward = context.forward().input(tokens(count, only or i))
             for adapter, scale in mix:
                 forward.adapter(adapter, scale)
             handles = [forward.probe(row, hw.Logits()) for row in range(count)]
@@ -88,6 +92,27 @@ def test_rows_under_adapters_equal_torch(family: str, monkeypatch: pytest.Monkey
     found, expected = (run(monkeypatch, mode, decoder) for mode in ("triton", "off"))
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one - other).max() <= 1e-4 * max(1.0, np.abs(other).max())
+
+
+SIDE_BY_SIDE = next(iter(STREAMS.values()))
+
+
+def test_residuals_side_by_side_under_adapters_equal_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = random_model(device=DEVICE, **SIDE_BY_SIDE)
+    found, expected = (run(monkeypatch, mode, decoder) for mode in ("triton", "off"))
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(one - other).max() <= 1e-4 * max(1.0, np.abs(other).max())
+
+
+@pytest.mark.slow
+def test_their_deterministic_rows_do_not_depend_on_adapters_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    decoder = random_model(device=DEVICE, **SIDE_BY_SIDE)
+    with hw.Engine(decoder, pages=64, threads=1, deterministic=True) as engine:
+        together = engine.run(passes)  # of each sequence two rows in one step, and then one
+        for i in range(4):
+            engine.cache.clear()
+            np.testing.assert_array_equal(engine.run(passes, i), [*together[2 * i : 2 * i + 2], together[8 + i]])
 
 
 @pytest.mark.parametrize("head_bias", [False, pytest.param(True, marks=SLOWER)])

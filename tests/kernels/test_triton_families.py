@@ -113,6 +113,25 @@ def test_prompts_in_chunks_beside_each_other_and_in_one_step(name: str, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [*PER_LAYER, *STREAMS])
+def test_drafts_of_the_first_layers_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an adapter of every matrix, of which the first layers have a part."""
+    found = []
+    for mode in ("triton", "off"):
+        with open_engine(mode, monkeypatch, ALL[name]) as engine:
+            adapter = random_adapter(engine.config, roles=engine.capabilities.adapters)
+
+            async def drawn(engine: hw.Engine, adapter: hw.Adapter = adapter) -> tuple[list[int], object]:
+                async with engine.context().fill(random_tokens(97, 5)) as context:
+                    drafter = hw.OwnLayers(1, adaptive=False)
+                    generation = context.generate(hw.Argmax(), max_tokens=6, adapter=adapter, speculate=drafter)
+                    return await generation.tokens(), generation.speculation
+
+            found.append(engine.run(drawn))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_adapters_are_added_where_the_layers_have_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, tokens = [], random_tokens(97, 9)

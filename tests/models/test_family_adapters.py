@@ -1,4 +1,4 @@
-"""Adapters that peft makes of every family's own linear layers: the same logits, or refused by the layer's name."""
+"""Adapters that peft makes of every family's own linear layers: the same logits, and none is refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from peft import PeftModel
 from transformers.pytorch_utils import Conv1D
 
 import headway as hw
+from headway.models.adapters.bound import bind
+from headway.models.config import from_hf
 from support.checks import all_logits, assert_close, random_tokens
 from support.gguf_families import write_family, write_family_lora
 from support.gguf_recurrent import recurrent_model, write_recurrent
@@ -22,13 +24,18 @@ from support.hf import save_hf
 from support.hf_families import NAMES, family_model
 from support.lora import logits_of, save_lora, state_of, with_lora
 
-QUICK = ("gpt2", "gpt-neox", "falcon-new", "gptj", "phi3", "glm4", "qwen3.5", "lfm2", "mamba2", "deepseek-v2")
-# What adapters do not change, by the end of its name.
-REFUSED = (
-    *("correction_coefs", "prediction_coefs", "modality_router", "linear_left", "linear_right"),
-    *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
-    *("altup_projections.0", "altup_projections.1", "altup_projections.2"),
-    *("altup_unembed_projections.0", "altup_unembed_projections.1", "altup_unembed_projections.2"),
+QUICK = (
+    "gpt2",
+    "gpt-neox",
+    "falcon-new",
+    "gptj",
+    "phi3",
+    "glm4",
+    "qwen3.5",
+    "lfm2",
+    "mamba2",
+    "deepseek-v2",
+    "gemma3n",
 )
 ROUTER = "feed_forward.router"  # whose module peft does not wrap, but its parameter (see `test_expert_adapters`)
 
@@ -53,13 +60,7 @@ def test_every_linear_layer_gives_the_logits_of_peft(
 ) -> None:
     _, model = family_model(name)
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
-    with hw.Engine(folder, dtype="float32", pages=16, threads=1) as engine:
-        taken, refused = split(model)
-        for layer in {layer.rpartition(".")[2]: layer for layer in refused}.values():
-            shown = re.escape(layer.removeprefix("model.").removeprefix("backbone."))
-            with pytest.raises(hw.Unsupported, match=f"{shown}[. ,]"):
-                engine.load_adapter(hw.Adapter.from_tensors(state_of(adapted(model, [layer]))))
-    wrapped = adapted(model, taken)
+    wrapped = adapted(model, linear_layers(model))
     adapter, expected = hw.Adapter.load(save_lora(tmp_path / "adapter", wrapped)), logits_of(wrapped, tokens)
     for native, deterministic in (("auto", False), ("auto", True), ("off", False)):
         monkeypatch.setenv("HEADWAY_NATIVE", native)
@@ -67,14 +68,21 @@ def test_every_linear_layer_gives_the_logits_of_peft(
             assert_close(all_logits(engine, tokens, adapter), expected)
 
 
-def split(model: Any) -> tuple[list[str], list[str]]:
-    """The linear layers that adapters may change, and the others."""
-    every = list(linear_layers(model))
-    return [l for l in every if not l.endswith(REFUSED)], [l for l in every if l.endswith(REFUSED)]
+def test_no_linear_layer_of_any_family_is_refused() -> None:
+    for name in NAMES:
+        _, model = family_model(name)
+        state: dict[str, torch.Tensor] = {}
+        for layer in linear_layers(model):
+            module: Any = model.get_submodule(layer)
+            outputs, inputs = module.weight.shape[:: -1 if isinstance(module, Conv1D) else 1]
+            state |= {f"{layer}.lora_A.weight": torch.ones(1, inputs), f"{layer}.lora_B.weight": torch.ones(outputs, 1)}
+        bound = bind(hw.Adapter.from_tensors(state), from_hf(model.config.to_dict()))
+        assert all(bound.layers), name
 
 
-QUANTIZED = ("gpt2", "falcon-new", "glm4", "phi3", "qwen3.5", "lfm2", "mamba2", "deepseek-v2", "deepseek-v2-lite")
-SAME_BITS = ("gpt2", "falcon-new", "glm4", "phi3", "deepseek-v2", "deepseek-v2-lite")  # recurrences differ by rounding
+RECURRENT = ("qwen3.5", "lfm2", "mamba2")  # whose recurrences differ by rounding
+QUANTIZED = ("gpt2", "falcon-new", "glm4", "phi3", "deepseek-v2", "deepseek-v2-lite", *RECURRENT)
+QUANTIZED += ("gemma3n", "gemma3n-second-stream", "gemma4")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK[2:6] else pytest.param(n, marks=pytest.mark.slow) for n in QUANTIZED])
@@ -86,14 +94,13 @@ def test_beside_quantized_weights_an_adapter_is_peft_s_but_for_their_rounding(
     for native in ("require", "off"):
         monkeypatch.setenv("HEADWAY_NATIVE", native)
         with hw.Engine(folder, quantize="int8", pages=16, threads=2) as engine:
-            taken, _ = split(model)
-            wrapped = adapted(model, taken)
+            wrapped = adapted(model, linear_layers(model))
             adapter = hw.Adapter.from_tensors(state_of(wrapped), alpha=6)
             error = kl(logits_of(model, tokens), all_logits(engine, tokens))
             found.append(all_logits(engine, tokens, adapter))
             assert kl(logits_of(wrapped, tokens), found[-1]) <= 5 * error + 1e-4
             assert kl(logits_of(wrapped, tokens), all_logits(engine, tokens)) > 0.005
-    if name in SAME_BITS:
+    if name not in RECURRENT:
         assert np.array_equal(*found)
 
 
@@ -102,11 +109,11 @@ def kl(expected: np.ndarray, found: np.ndarray) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-GGUF_QUICK = ("gpt2", "falcon", "phi3", "granite")
+GGUF_QUICK = ("gpt2", "falcon", "phi3", "granite", "gemma4")
 GGUF_SLOW = (
     *("gemma2-head-scale", "gemma3-pattern", "phi", "olmo2", "olmo3", "smollm3-every-fourth", "cohere2-pattern"),
     *("stablelm", "gpt-neox", "falcon-new", "starcoder2", "glm", "glm4", "mixtral", "qwen2-moe", "qwen3-moe"),
-    *("granite-moe", "llama4-published", "gemma4"),
+    *("granite-moe", "llama4-published", "gemma3n-published", "gemma4-even"),
 )
 
 
@@ -116,9 +123,7 @@ def test_a_gguf_adapter_is_the_peft_adapter(name: str, tmp_path: Path) -> None:
     _, model = family_model(name)
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
     file = write_family(tmp_path / "model.gguf", folder, model)
-    with hw.Engine(folder, dtype="float32", pages=16, threads=1) as engine:
-        taken, _ = split(model)
-    wrapped = adapted(model, taken)
+    wrapped = adapted(model, linear_layers(model))
     expected, given = logits_of(wrapped, tokens), tmp_path / "adapter.gguf"
     adapter = hw.Adapter.load(write_family_lora(given, state_of(wrapped), model.config, alpha=6.0))
     for path in (folder, file):
@@ -134,7 +139,7 @@ def test_a_recurrent_model_of_a_gguf_file_takes_peft_s_adapters(name: str, tmp_p
     model = recurrent_model(name)
     folder, tokens = save_hf(tmp_path, model), random_tokens(97, 21)
     with hw.Engine(write_recurrent(tmp_path / "model.gguf", folder, model), dtype="float32", pages=16) as engine:
-        taken, _ = split(model)
+        taken = list(linear_layers(model))
         if name == "qwen3.5":
             moved = [layer for layer in taken if ".linear_attn." in layer]
             taken = [layer for layer in taken if layer not in moved]

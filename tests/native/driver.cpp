@@ -221,7 +221,7 @@ struct Adapters {
   std::vector<hw_adapter> each;
   std::vector<int32_t> rows;
 
-  Adapters(Memory& m, const hw_layer* layer, int layers, int T) {
+  Adapters(Memory& m, const hw_model& model, int T) {
     auto pair = [&](const hw_matrix& w) {
       if (!w.n) return hw_low_rank{};
       const int ranks[] = {0, 1, 16, 21}, rank = ranks[below(4)], kind = below(2) ? HW_F32 : HW_F16;
@@ -230,19 +230,28 @@ struct Adapters {
       return hw_low_rank{rank, kind, 0.1f, at[0], at[1]};
     };
     auto every = [&](hw_matrix w, int experts) -> const hw_low_rank* {  // w has the rows of one expert after the other
-      if (!experts || below(3) == 0) return nullptr;
+      if (experts < 1 || below(3) == 0) return nullptr;
       w.n /= experts;
       return m.make<hw_low_rank>(experts, [&] { return pair(w); });
     };
     for (int count = below(4); count > 0; count--) {
       int l = 0;
-      hw_adapter_layer* weights = m.make<hw_adapter_layer>(layers, [&] {
-        const hw_layer& w = layer[l++];
-        return hw_adapter_layer{pair(w.q), pair(w.k), pair(w.v), pair(w.o), pair(w.gate), pair(w.up), pair(w.down),
+      hw_adapter_layer* weights = m.make<hw_adapter_layer>(model.layers + 1, [&] {
+        hw_adapter_layer own = {};
+        if (l == model.layers) {  // what is outside of layers
+          own.input_projection = pair(model.input_projection);
+          own.altup_spread = every(model.altup_spread, model.streams - 1), own.altup_gather = every(model.altup_gather, model.streams - 1);
+          return own;
+        }
+        const hw_layer& w = model.layer[l++];
+        own = hw_adapter_layer{pair(w.q), pair(w.k), pair(w.v), pair(w.o), pair(w.gate), pair(w.up), pair(w.down),
                                 pair(w.attention_gate), pair(w.mix_in), pair(w.mix_qkv), pair(w.mix_beta), pair(w.mix_step), pair(w.mix_gate), pair(w.mix_out),
                                 pair(w.q_down), pair(w.q_up), pair(w.kv_down),
                                 pair(w.router), pair(w.shared_gate), pair(w.shared_up), pair(w.shared_down), pair(w.shared_router),
-                                every(w.expert_gate, w.router.n), every(w.expert_up, w.router.n), every(w.expert_down, w.router.n)};
+                                pair(w.input_gate), pair(w.input_out),
+                                pair(w.laurel_down), pair(w.laurel_up), pair(w.altup_router), pair(w.altup_predict), pair(w.altup_correct)};
+        own.expert_gate = every(w.expert_gate, w.router.n), own.expert_up = every(w.expert_up, w.router.n), own.expert_down = every(w.expert_down, w.router.n);
+        return own;
       });
       const int first = (int)rows.size();
       for (int r = below(2); r < T; r += 1 + below(3)) rows.push_back(r);
@@ -384,10 +393,10 @@ Results step(const Shape& s, int threads, int seed = 0) {
   float* likely = m.floats(reads * stride);
   int64_t* best = m.make<int64_t>(reads, [] { return -1; });
   uint8_t* bad = m.bytes(reads);
-  const Adapters adapters(m, layers, LAYERS, T);
+  const Adapters adapters(m, model, T);
   hw_step work{T, s.segments, 2, hooks, hooks, reads, m.copy(q.tokens), m.copy(q.positions), m.copy(q.slots), m.copy(q.rows), m.copy(q.page_at),
                m.copy(q.pages), m.copy(q.numbers), at, runs, m.copy(where), m.copy(which), hidden, m.copy(asked), m.copy(which), queries,
-               out, phases, m.copy(read), likely, stride, best, bad, (int)adapters.each.size(), (int)adapters.rows.size(),
+               out, phases, m.copy(read), likely, stride, best, bad, below(2), (int)adapters.each.size(), (int)adapters.rows.size(),
                adapters.each.data(), m.copy(adapters.rows), m.floats(adapters.rows.size())};
   std::vector<int32_t> first_runs{0}, state_runs;  // a sequence keeps its state once on the way, if it has several rows
   for (int g = 0; s.recurrence && g < s.segments; g++) {

@@ -81,7 +81,8 @@ def write_family(
 
 
 def write_family_lora(path: Path, state: dict[str, Tensor], config: Any, *, alpha: float) -> Path:
-    """An adapter's tensors, by PEFT's names, as a GGUF file: B's rows lie as those of the weights."""
+    """An adapter's tensors, by PEFT's names, as a GGUF file: B's rows lie as those of the weights, and those of streams
+    in one tensor."""
     c = _flat(config)
     arch = ARCHS[c.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -89,8 +90,13 @@ def write_family_lora(path: Path, state: dict[str, Tensor], config: Any, *, alph
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     table = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
+    state = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    for side in "AB":
+        for merged in {found[1] for name in state if (found := STREAMS.fullmatch(name.replace(f".lora_{side}", "")))}:
+            names = sorted(name for name in state if name.startswith(f"{merged}.") and f".lora_{side}." in name)
+            state[f"{merged}.lora_{side}.weight"] = torch.stack([state.pop(name) for name in names])
     for name in (name for name in state if ".lora_B." in name):
-        module = name.removeprefix("base_model.model.").partition(".lora_B.")[0]
+        module = name.partition(".lora_B.")[0]
         b = state[name].t() if c.model_type == "gpt2" and module != "lm_head" else state[name]
         ((_, rows),) = _converted({f"{module}.weight": b}, c)
         target = "output" if module == "lm_head" else table.get_name(module)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
 from headway.kernels.host.attention import ChunkWindow
-from headway.kernels.native.library import ADAPTER_ROLES, EXPERT_ROLES, HEAD_ROLES
+from headway.kernels.native.library import ADAPTER_ROLES, EXPERT_ROLES, HEAD_ROLES, STREAM_ROLES
 from headway.models.config import ModelConfig
 from headway.models.families import is_llama_like
-from headway.models.weights.shapes import layer_shapes
+from headway.models.weights.shapes import layer_shapes, model_shapes
 
-ADAPTED = (*ADAPTER_ROLES, *EXPERT_ROLES, *HEAD_ROLES)  # linear layers that adapters may change
+ADAPTED = (*ADAPTER_ROLES, *EXPERT_ROLES, *HEAD_ROLES, *STREAM_ROLES)  # linear layers that adapters may change
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
 
 
@@ -40,7 +40,7 @@ class Capabilities:
         plain = is_llama_like(config)
         recurs = config.description.recurrence is not None
         native = why_no_native_layers(config) is None
-        roles = set[str]().union(*(layer_shapes(config, layer) for layer in range(config.layers)))
+        roles = set(model_shapes(config)).union(*(layer_shapes(config, layer) for layer in range(config.layers)))
         return cls(
             runner=runner,
             reason=reason,

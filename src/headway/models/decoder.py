@@ -67,7 +67,7 @@ class Mixing(NamedTuple):
 
 
 class RowAdapters(Protocol):
-    """The adapters of a forward's rows."""
+    """The adapters of a forward's rows. A layer may be `OUTSIDE`: what a model has once."""
 
     def delta(self, layer: int, stack: str, x: Tensor, rows: Tensor | None = None) -> Delta | None:
         """What they add to a layer's matmul (qkv, out, gate_up or down) of rows x; None for nothing.

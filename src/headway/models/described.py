@@ -21,7 +21,7 @@ from headway.kernels.reference.norm import layer_norm, rms_norm
 from headway.kernels.reference.rope import rotation
 from headway.models.decoder import Decoder, DecoderInput
 from headway.models.description import Description
-from headway.models.experts import ExpertWeights, LayerAdapters
+from headway.models.experts import ExpertWeights, LayerAdapters, adding, of_rows
 from headway.models.layers import DecoderLayer, tensors_of
 
 
@@ -104,7 +104,7 @@ class DescribedLayer(DecoderLayer):
     def run_experts(self, h: Tensor, *rows: Tensor, added: LayerAdapters | None, exact: bool) -> tuple[Tensor]:
         """What experts make of normed rows h [R, E]; with what adapters add, which rows of the step they are."""
         assert self.experts is not None
-        kind, own = self.description.activation, None if added is None else added.of(*rows)
+        kind, own = self.description.activation, of_rows(added, *rows)
         return (self.experts(h, self.gate_up, self.down, kind, exact=exact, added=own),)
 
     def gate_times_up(self, h: Tensor, delta: Delta | None = None, *, exact: bool) -> tuple[Tensor]:
@@ -168,8 +168,8 @@ class DescribedDecoder(Decoder):
         layer, exact = self.layers[l], tile is not None
         if layer.experts is None or step.adapters is None:
             return super()._feed_forward(l, x, h, step, tile)
-        run = partial(layer.run_experts, added=LayerAdapters(step.adapters, l), exact=exact)
-        (y,) = by_rows(tile, run, h, torch.arange(len(h), device=h.device))
+        added, rows = adding(step.adapters, l, h)
+        (y,) = by_rows(tile, partial(layer.run_experts, added=added, exact=exact), h, *rows)
         return by_rows(tile, layer.add_down, x, y)[0]
 
     def finish(self, x: Tensor, tile: int | None) -> Tensor:

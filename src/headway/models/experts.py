@@ -28,7 +28,7 @@ class Adding(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LayerAdapters:
-    """What adapters add to the matmuls of one layer, for these rows of the step."""
+    """What adapters add to the matmuls of one layer, or outside of them, for these rows of the step."""
 
     adapters: Adding
     layer: int
@@ -45,6 +45,18 @@ class LayerAdapters:
         """Of x [N, K], whose rows are at these places among the rows and go to these experts."""
         assert self.rows is not None
         return self.adapters.expert_delta(self.layer, stack, x, self.rows[places], experts)
+
+
+def adding(adapters: Adding | None, layer: int, x: Tensor) -> tuple[LayerAdapters | None, tuple[Tensor, ...]]:
+    """What adapters add to the matmuls of a layer, and the rows of the step x that go with x through `by_rows`."""
+    if adapters is None:
+        return None, ()
+    return LayerAdapters(adapters, layer), (torch.arange(len(x), device=x.device),)
+
+
+def of_rows(added: LayerAdapters | None, *rows: Tensor) -> LayerAdapters | None:
+    """The same for these rows, as `by_rows` gives them."""
+    return None if added is None else added.of(*rows)
 
 
 def with_added(y: Tensor, added: LayerAdapters | None, stack: str, x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from headway.base.dataclass import dataclass
 
+OUTSIDE = -1  # in the place of a layer's number: what a model has once
+
 
 class LoadedWeights(Protocol):
     """An adapter that an engine has loaded."""

@@ -11,7 +11,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HW_VERSION 17
+#define HW_VERSION 18
 
 enum { HW_F32 = 0, HW_F16 = 1, HW_BF16 = 2, HW_INT8 = 3, HW_GROUPS = 4 };
 enum { HW_SCALE_F16 = 0, HW_SCALE_F32 = 1, HW_SCALE_K = 2, HW_SCALE_E8 = 3 };
@@ -143,13 +143,17 @@ typedef struct {
   hw_low_rank attention_gate, mix_in, mix_qkv, mix_beta, mix_step, mix_gate, mix_out;  // of recurrent and gated layers
   hw_low_rank q_down, q_up, kv_down;                                                   // of latent attention
   hw_low_rank router, shared_gate, shared_up, shared_down, shared_router;              // of experts
+  hw_low_rank input_gate, input_out;                                                   // of what a layer takes of the token
+  hw_low_rank laurel_down, laurel_up, altup_router, altup_predict, altup_correct;      // of residuals side by side
+  hw_low_rank input_projection;                                                        // outside of layers
   const hw_low_rank *expert_gate, *expert_up, *expert_down;                            // [experts], or null
   const hw_low_rank *key_up, *value_up;                                                // [heads], or null
+  const hw_low_rank *altup_spread, *altup_gather;                                      // [streams - 1], or null; outside of layers
 } hw_adapter_layer;
 
 // An adapter of a step, and its rows in adapter_rows.
 typedef struct {
-  const hw_adapter_layer* layers;
+  const hw_adapter_layer* layers;  // [layers + 1], the last one of what is outside of them
   int32_t first, count;
 } hw_adapter;
 

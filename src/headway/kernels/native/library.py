@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 
-VERSION = 17
+VERSION = 18
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 ISAS = ("plain", "neon", "i8mm") if ARM else ("plain", "avx2", "avx512", "vnni", "bf16")
 ISA_NAMES = {
@@ -38,8 +38,19 @@ ADAPTER_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 ADAPTER_ROLES += ("attention_gate", "mix_in", "mix_qkv", "mix_beta", "mix_step", "mix_gate", "mix_out")
 ADAPTER_ROLES += ("q_down", "q_up", "kv_down")
 ADAPTER_ROLES += ("router", "shared_gate", "shared_up", "shared_down", "shared_router")
+ADAPTER_ROLES += (
+    "input_gate",
+    "input_out",
+    "laurel_down",
+    "laurel_up",
+    "altup_router",
+    "altup_predict",
+    "altup_correct",
+)
+ADAPTER_ROLES += ("input_projection",)  # of the model, as those of streams are
 EXPERT_ROLES = ("expert_gate", "expert_up", "expert_down")  # each expert has a matrix of these
 HEAD_ROLES = ("key_up", "value_up")  # and each head of these
+STREAM_ROLES = ("altup_spread", "altup_gather")  # and each stream but the first of these
 RECURRENCES = ("none", "short conv", "gated delta", "mamba-2")
 NAME = "_headway.dylib" if sys.platform == "darwin" else "_headway.so"
 
@@ -140,7 +151,7 @@ class AdapterLayerStruct(Structure):
 
     _fields_ = (
         *((name, LowRankStruct) for name in ADAPTER_ROLES),
-        *((name, POINTER(LowRankStruct)) for name in (*EXPERT_ROLES, *HEAD_ROLES)),
+        *((name, POINTER(LowRankStruct)) for name in (*EXPERT_ROLES, *HEAD_ROLES, *STREAM_ROLES)),
     )
 
 

@@ -10,7 +10,7 @@
 
 namespace HW_NS {
 
-constexpr int PIECES = 4;  // matrices of one group of matmuls, at most: q, k, v and the gate of attention
+constexpr int PIECES = 4;  // matrices of one group of matmuls, at most: q, k, v and the gate of attention, or that of a low rank
 constexpr int PHASES = 4;  // sums that the inputs of one output take turns in
 constexpr int SHRINK_ROWS = 4, EXPAND_ROWS = 8;
 
@@ -20,9 +20,12 @@ typedef hw_adapter_layer Roles;
 constexpr Piece EVERY_PIECE[] = {&Roles::q, &Roles::k, &Roles::v, &Roles::o, &Roles::gate, &Roles::up, &Roles::down,
                                  &Roles::attention_gate, &Roles::mix_in, &Roles::mix_qkv, &Roles::mix_beta, &Roles::mix_step, &Roles::mix_gate, &Roles::mix_out,
                                  &Roles::q_down, &Roles::q_up, &Roles::kv_down,
-                                 &Roles::router, &Roles::shared_gate, &Roles::shared_up, &Roles::shared_down, &Roles::shared_router};
+                                 &Roles::router, &Roles::shared_gate, &Roles::shared_up, &Roles::shared_down, &Roles::shared_router,
+                                 &Roles::input_gate, &Roles::input_out, &Roles::input_projection,
+                                 &Roles::laurel_down, &Roles::laurel_up, &Roles::altup_router, &Roles::altup_predict, &Roles::altup_correct};
 constexpr ExpertPiece EXPERT_PIECES[] = {&Roles::expert_gate, &Roles::expert_up, &Roles::expert_down};
 constexpr ExpertPiece HEAD_PIECES[] = {&Roles::key_up, &Roles::value_up};
+constexpr ExpertPiece STREAM_PIECES[] = {&Roles::altup_spread, &Roles::altup_gather};
 constexpr hw_low_rank NO_PAIR = {};
 
 // The adapters of a step, and where A x goes: [uses, PIECES, width], a use being a row under one adapter.
@@ -40,7 +43,7 @@ struct Adapters {
   }
 };
 
-// The uses of one layer's matmuls. Both kinds have:
+// The uses of one layer's matmuls. Every kind has:
 //   each(f)    calls f(pair of the n-th piece, first use, end) for the uses under one adapter
 //   row, scale of a use, at(use, n): where A x goes, and target(use, to): the outputs that are added to
 struct LayerUses {
@@ -58,6 +61,23 @@ struct LayerUses {
     for (int a = 0; a < adapters.step.adapter_count; a++) {
       const hw_adapter& one = adapters.step.adapters[a];
       f([&](int n) -> const hw_low_rank& { return adapters.pair(a, layer, pieces.begin()[n]); }, one.first, one.first + one.count);
+    }
+  }
+};
+
+// The uses of one matrix of several, which all rows take.
+struct NumberedUses : LayerUses {
+  const ExpertPiece all;
+  const int number;
+
+  NumberedUses(const Adapters& adapters, int layer, ExpertPiece all, int number) : LayerUses{adapters, layer, {}}, all(all), number(number) {}
+  int count() const { return 1; }
+  template <class F>
+  void each(F&& f) const {
+    for (int a = 0; a < adapters.step.adapter_count; a++) {
+      const hw_adapter& one = adapters.step.adapters[a];
+      const hw_low_rank* pairs = one.layers[layer].*all;
+      if (pairs) f([&](int) -> const hw_low_rank& { return pairs[number]; }, one.first, one.first + one.count);
     }
   }
 };
@@ -241,6 +261,19 @@ inline void expand(const Uses& uses, const Matmul* list, int thread, int threads
       }
     });
   }
+}
+
+// Adds to rows [first, first + count) of a matmul's outputs what adapters make of its `k` inputs, by this thread alone.
+template <class Uses>
+inline void add_own_rows(const Uses& uses, int k, const float* x, size_t stride, int n, const MatmulOutput& to, int first, int count) {
+  uses.each([&](auto&& pair, int begin, int end) {
+    const hw_low_rank& w = pair(0);
+    for (int use = begin; w.rank && use < end; use++) {
+      if (uses.row(use) < first || uses.row(use) >= first + count) continue;
+      for (int block = 0; block * LANES < w.rank; block++) shrink_rows<1>(uses, w, 0, block, k, x, stride, use);
+      for (int block = 0; block * LANES < n; block++) expand_rows<1>(uses, w, 0, block, n, use, to);
+    }
+  });
 }
 
 }  // namespace HW_NS

@@ -34,7 +34,8 @@ struct TokenInputs {
   void make(int i) {
     f.norm_and_quantize(i, hw_norm{}, is_quantized(m.input_projection));
     const Matmul made = f.make_matmul(i, m.input_projection, f.workspace.h.at, f.E, s().inputs.at, stride, false);
-    matmuls(&made, 1, T, i, f.threads);
+    const std::initializer_list<Piece> pieces = {&Roles::input_projection};
+    f.matmuls_with_adapters(i, m.layers, pieces, &made, f.shrink_(i, m.layers, pieces, m.hidden, made.x.values, f.E));
     f.sync();
     float* table = s().table.at + i * wide;
     for (int r = f.from(i, T); r < f.from(i + 1, T); r++) {
@@ -59,7 +60,8 @@ struct TokenInputs {
       for (int d = 0; d < m.hidden; d++) h[d] = w.altup_scale ? x[d] * w.altup_scale[d] : x[d];
     });
     const Matmul gate = f.make_matmul(i, w.input_gate, ws.h.at, f.E, ws.gate.at, f.F, false);
-    matmuls(&gate, 1, T, i, f.threads);
+    const std::initializer_list<Piece> gates = {&Roles::input_gate}, outs = {&Roles::input_out};
+    f.matmuls_with_adapters(i, l, gates, &gate, f.shrink_(i, l, gates, m.hidden, gate.x.values, f.E));
     f.sync();
     float* act = ws.act.at + (f.replicated ? (size_t)i * T * f.F : 0);
     for (int r = f.first(i); r < f.last_(i); r++) {
@@ -69,7 +71,7 @@ struct TokenInputs {
     }
     if (!f.replicated) f.sync();
     const Matmul out = f.make_matmul(i, w.input_out, ws.act.at, f.F, ws.added.at, f.E, false);
-    matmuls(&out, 1, T, i, f.threads);
+    f.matmuls_with_adapters(i, l, outs, &out, f.shrink_(i, l, outs, P, out.x.values, f.F));
     f.sync();
     for (int r = f.from(i, T); r < f.from(i + 1, T); r++) rms_norm(ws.added.at + r * f.E, w.post_input_norm, m.hidden, m.eps, ws.added.at + r * f.E);
   }
@@ -139,10 +141,8 @@ struct Streams {
     f.norm_and_quantize(i, hw_norm{}, is_quantized(m.altup_spread));
     for (int k = 1; k < n; k++) {
       const hw_matrix w = one_expert(m.altup_spread, k - 1, m.hidden);
-      const Matmul made = f.make_matmul(i, w, f.workspace.h.at, E, stream(0, k), n * E, false);
-      matmuls(&made, 1, T, i, f.threads);
+      numbered(i, &Roles::altup_spread, k, f.make_matmul(i, w, f.workspace.h.at, E, stream(0, k), n * E, false));
     }
-    f.sync();
     for (int r = f.from(i, T); r < f.from(i + 1, T); r++) {
       float* x = f.workspace.x.at + r * E;
       std::memcpy(stream(r, 0), x, m.hidden * sizeof(float));
@@ -157,9 +157,7 @@ struct Streams {
     for (int k = 1; k < n; k++) {
       const hw_matrix w = one_expert(m.altup_gather, k - 1, m.hidden);
       f.take_rows(i, is_quantized(w), [&](int r, float* h) { std::memcpy(h, stream(r, k), m.hidden * sizeof(float)); });
-      const Matmul made = f.make_matmul(i, w, f.workspace.h.at, E, prediction(0, k), n * E, false);
-      matmuls(&made, 1, T, i, f.threads);
-      f.sync();
+      numbered(i, &Roles::altup_gather, k, f.make_matmul(i, w, f.workspace.h.at, E, prediction(0, k), n * E, false));
     }
     for (int r = f.from(i, T); r < f.from(i + 1, T); r++) {
       float* x = f.workspace.x.at + r * E;
@@ -177,8 +175,8 @@ struct Streams {
   void predict(int i, int l) {
     const hw_layer& w = m.layer[l];
     const int first = f.from(i, T), count = f.from(i + 1, T) - first;
-    find_kinds(w, first, count);
-    own_rows(w.altup_predict, s().kinds.at, N, s().kind_rows, first, count, s().shares.at, S);
+    find_kinds(l, first, count);
+    own_rows(l, w.altup_predict, &Roles::altup_predict, s().kinds.at, N, s().kind_rows, first, count, s().shares.at, S);
     for (int r = first; r < first + count; r++) {
       const float* shares = s().shares.at + r * S;
       for (int k = 0; k < n; k++) {
@@ -199,8 +197,8 @@ struct Streams {
   void correct(int i, int l) {
     const hw_layer& w = m.layer[l];
     const int first = f.from(i, T), count = f.from(i + 1, T) - first;
-    find_kinds(w, first, count);
-    own_rows(w.altup_correct, s().kinds.at, N, s().kind_rows, first, count, s().shares.at, S);
+    find_kinds(l, first, count);
+    own_rows(l, w.altup_correct, &Roles::altup_correct, s().kinds.at, N, s().kind_rows, first, count, s().shares.at, S);
     for (int r = first; r < first + count; r++) {
       const float *x = f.workspace.x.at + r * E, *expected = prediction(r, m.active);
       for (int k = 0; k < n; k++) {
@@ -221,21 +219,21 @@ struct Streams {
   }
 
   // The product of low rank of normed rows: its first matrix, the rows between, its second, and the sum with attention.
-  void low_rank(int i, int l) {
-    const Matmul down = f.make_matmul(i, m.layer[l].laurel_down, f.workspace.h.at, E, s().low.at, LOW, false);
-    matmuls(&down, 1, T, i, f.threads);
-  }
+  Matmul low_rank(int i, int l) const { return f.make_matmul(i, m.layer[l].laurel_down, f.workspace.h.at, E, f.workspace.per_layer.low.at, LOW, false); }
 
-  void quantize_low_rank(int i, int l) {
+  // Whether adapters add to the second; the barrier after it is the caller's.
+  bool quantize_low_rank(int i, int l) {
     for (int r = f.from(i, T); r < f.from(i + 1, T); r++) {
       pad(s().low.at + r * LOW, rank, LOW);
       if (is_quantized(m.layer[l].laurel_up)) quantize_row(s().low.at + r * LOW, rank, r, s().low_rows);
     }
+    return f.shrink_(i, l, {&Roles::laurel_up}, rank, s().low.at, LOW);
   }
 
-  void raise_low_rank(int i, int l) {
+  void raise_low_rank(int i, int l, bool adapted) {
     const Matmul raised = shared_matmul(m.layer[l].laurel_up, s().low_rows, s().low.at, LOW, {s().raised.at, E, false});
     matmuls(&raised, 1, T, i, f.threads);
+    if (adapted) expand(LayerUses{f.adapters, l, {&Roles::laurel_up}}, &raised, i, f.threads);
   }
 
   void add_low_rank(int i, int l) {
@@ -258,15 +256,26 @@ struct Streams {
     for (int d = 0; d < m.hidden; d++) y[d] = y[d] * size / by;
   }
 
+  // The matmul of stream k's own matrix, of several, with what adapters add; all rows are there after it.
+  void numbered(int i, ExpertPiece piece, int k, const Matmul& made) {
+    const NumberedUses uses(f.adapters, m.layers, piece, k - 1);
+    shrink(uses, m.hidden, made.x.values, E, i, f.threads);
+    if (f.step.adapter_count) f.sync();
+    matmuls(&made, 1, T, i, f.threads);
+    expand(uses, &made, i, f.threads);
+    f.sync();
+  }
+
   // tanh of the router's numbers, of rows of the residual.
-  void find_kinds(const hw_layer& w, int first, int count) {
+  void find_kinds(int l, int first, int count) {
+    const hw_layer& w = m.layer[l];
     float* normed = f.workspace.added.at;
     for (int r = first; r < first + count; r++) {
       rms_norm(f.workspace.x.at + r * E, w.altup_norm, m.hidden, m.eps, normed + r * E);
       for (int d = 0; d < m.hidden; d++) normed[r * E + d] *= m.hidden_inverse;
       pad(normed + r * E, m.hidden, E);
     }
-    own_rows(w.altup_router, normed, E, s().rows, first, count, s().kinds.at, N);
+    own_rows(l, w.altup_router, &Roles::altup_router, normed, E, s().rows, first, count, s().kinds.at, N);
     for (int r = first; r < first + count; r++) {
       float* kinds = s().kinds.at + r * N;
       pad(kinds, n, N);
@@ -274,12 +283,13 @@ struct Streams {
     }
   }
 
-  // Rows [first, first + count) times a small matrix, by this thread alone.
-  void own_rows(const hw_matrix& w, const float* in, size_t stride, QuantizedActivations& quantized, int first, int count, float* out, size_t out_stride) {
+  // Rows [first, first + count) times a small matrix, with what adapters add, by this thread alone.
+  void own_rows(int l, const hw_matrix& w, Piece piece, const float* in, size_t stride, QuantizedActivations& quantized, int first, int count, float* out, size_t out_stride) {
     for (int r = first; is_quantized(w) && r < first + count; r++) quantize_row(in + r * stride, w.k, r, quantized);
     Matmul made = shared_matmul(w, quantized, in, stride, {out + first * out_stride, out_stride, false});
     made.x = made.x.from(first);
     matmuls(&made, 1, count, 0, 1);
+    add_own_rows(LayerUses{f.adapters, l, {piece}}, w.k, in, stride, w.n, {out, out_stride, false}, first, count);
   }
 };
 

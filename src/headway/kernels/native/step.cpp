@@ -73,7 +73,7 @@ struct Forward {
     for (int r = 0; r < T; r++) pad(workspace.mixed.at + r * Q, m.heads * m.head_dim, Q);
     make_layouts();
     for (int a = 0; a < step.adapter_count; a++)
-      for (int l = 0; l < m.layers; l++) fit_adapter(step.adapters[a].layers[l]);
+      for (int l = 0; l <= m.layers; l++) fit_adapter(step.adapters[a].layers[l]);
     if (step.adapter_count) adapters.out = workspace.low_rank.fit((size_t)step.adapter_uses * PIECES * adapters.width);
     const size_t widest = std::max(m.per_token * expert_width, m.heads * head_width);
     if (widest) workspace.expert_low_rank.fit((size_t)step.adapter_uses * ExpertUses::MOST * widest);
@@ -92,6 +92,8 @@ struct Forward {
       for (int e = 0; own.*piece && e < m.experts; e++) expert_width = std::max(expert_width, (size_t)up((own.*piece)[e].rank, LANES));
     for (ExpertPiece piece : HEAD_PIECES)
       for (int h = 0; own.*piece && h < m.heads; h++) head_width = std::max(head_width, (size_t)up((own.*piece)[h].rank, LANES));
+    for (ExpertPiece piece : STREAM_PIECES)
+      for (int k = 0; own.*piece && k < m.streams - 1; k++) adapters.width = std::max(adapters.width, (size_t)up((own.*piece)[k].rank, LANES));
   }
 
   // Whether a layer has experts beside its feed-forward.
@@ -388,14 +390,13 @@ struct Forward {
   void project_heads(int i, int l) {
     const hw_layer& w = m.layer[l];
     Workspace& s = workspace;
-    const Matmul qkv[4] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
-                            make_matmul(i, w.v, s.h.at, E, s.v.at, K, false),
-                            m.gated_attention ? make_matmul(i, w.attention_gate, s.h.at, E, s.attention_gate.at, Q, false) : Matmul{}};
-    const std::initializer_list<Piece> gated = {&Roles::q, &Roles::k, &Roles::v, &Roles::attention_gate}, all = {&Roles::q, &Roles::k, &Roles::v};
-    const std::initializer_list<Piece> without_values = {&Roles::q, &Roles::k}, queries = {&Roles::q};
-    const std::initializer_list<Piece> first_pieces = m.gated_attention ? gated : w.v.n ? all : w.k.n ? without_values : queries;
-    if (m.streams) Streams<Forward>{*this}.low_rank(i, l);
-    matmuls_with_adapters(i, l, first_pieces, qkv, shrink_(i, l, first_pieces, m.hidden, qkv[0].x.values, E));
+    // A matrix that the layer does not have is one of no outputs.
+    const Matmul list[PIECES] = {make_matmul(i, w.q, s.h.at, E, s.q.at, Q, false), make_matmul(i, w.k, s.h.at, E, s.k.at, K, false),
+                                 make_matmul(i, w.v, s.h.at, E, s.v.at, K, false),
+                                 m.streams ? Streams<Forward>{*this}.low_rank(i, l) : make_matmul(i, w.attention_gate, s.h.at, E, s.attention_gate.at, Q, false)};
+    const std::initializer_list<Piece> gated = {&Roles::q, &Roles::k, &Roles::v, &Roles::attention_gate};
+    const std::initializer_list<Piece> beside = {&Roles::q, &Roles::k, &Roles::v, &Roles::laurel_down}, pieces = m.streams ? beside : gated;
+    matmuls_with_adapters(i, l, pieces, list, shrink_(i, l, pieces, m.hidden, list[0].x.values, E));
     sync();
     if (m.qkv_clip != 0 || (m.qk_norm == HW_QK_ROW && w.q_norm)) {
       norm_whole_rows(i, w);
@@ -403,9 +404,9 @@ struct Forward {
     }
     phase(i, HW_QKV);
     rope_and_write_kv(i, l);
-    if (m.streams) Streams<Forward>{*this}.quantize_low_rank(i, l);
+    const bool adapted = m.streams && Streams<Forward>{*this}.quantize_low_rank(i, l);
     sync();
-    if (m.streams) Streams<Forward>{*this}.raise_low_rank(i, l);
+    if (m.streams) Streams<Forward>{*this}.raise_low_rank(i, l, adapted);
     phase(i, HW_ROPE);
   }
 

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 
 from headway.base.checks import check_integer, check_number
 from headway.base.errors import ModelNotFound, Unsupported, WrongType
+from headway.base.specs.adapters import OUTSIDE
 from headway.base.text import short_repr
 from headway.models.adapters import gguf, peft
-from headway.models.adapters.low_rank import HEAD, MAX_BYTES, MAX_RANK, ROLES, Limits, LowRank, Target, digest
+from headway.models.adapters.low_rank import MAX_BYTES, MAX_RANK, ROLES, Limits, LowRank, Target, digest
 from headway.models.adapters.target_rules import TargetRules
 
 
@@ -106,10 +107,12 @@ class Adapter:
         return sum(pair.nbytes for pair in self.pairs.values())
 
     def __repr__(self) -> str:
-        layers = len({target.layer for target in self.pairs if target != HEAD})
-        named = {target.part for target in self.pairs if target != HEAD}
+        inside = [target for target in self.pairs if target.layer != OUTSIDE]
+        layers, named = len({target.layer for target in inside}), {target.part for target in inside}
         roles = ", ".join([*(role for role in ROLES if role in named), *sorted(named - set(ROLES))])
-        parts = [f"{roles} of {layers} layers"] * (layers > 0) + [str(HEAD)] * (HEAD in self.pairs)
+        parts = [f"{roles} of {layers} layers"] * (layers > 0)
+        if outside := sorted(str(target) for target in self.pairs if target.layer == OUTSIDE):
+            parts.append(", ".join(outside))
         return f"<Adapter {self.name!r}: rank {self.rank}, {' and '.join(parts)}, {self.digest[:12]}>"
 
     def __reduce__(self) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from itertools import product
 from typing import Any, Generic, TypeVar
 
@@ -14,18 +14,19 @@ import numpy as np
 from headway.base.arrays import widen
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, Unsupported
-from headway.kernels.native.library import EXPERT_ROLES, HEAD_ROLES
+from headway.base.specs.adapters import OUTSIDE
+from headway.kernels.native.library import EXPERT_ROLES, HEAD_ROLES, STREAM_ROLES
 from headway.models.adapters.adapter import Adapter
 from headway.models.adapters.gguf import NAMES as GGUF_MODULES
 from headway.models.adapters.low_rank import HEAD, MODULES, ROLES, LowRank, Target
-from headway.models.adapters.modules import HEADS, Module, Share, layer_modules
+from headway.models.adapters.modules import HEADS, Module, Share, layer_modules, outer_modules
 from headway.models.adapters.target_rules import Patterns
 from headway.models.capabilities import ADAPTED, ATTENTION
 from headway.models.config import ModelConfig
 from headway.models.description import GatedDelta
 from headway.models.families import FAMILIES, by_name
 from headway.models.weights.rows import half_split
-from headway.models.weights.shapes import has_experts, layer_shapes
+from headway.models.weights.shapes import has_experts, layer_shapes, model_shapes
 
 Stored = TypeVar("Stored")
 EXPERT = re.compile(r"\.(\d{1,6})(?=\.|$)")  # the number of an expert in the name of its module
@@ -35,24 +36,33 @@ LARGEST = 1024.0  # what the largest value of a float16 matrix is brought near t
 
 @dataclass(frozen=True, eq=False)
 class BoundAdapter:
-    """The pairs of an adapter by layer and role, checked against a config; those of one expert by `role.expert`."""
+    """The pairs of an adapter by layer and role, checked against a config; those of one expert by `role.expert`.
+
+    `outer` are those outside of layers but for the output matrix, of one stream by `role.number`.
+    """
 
     digest: str
     name: str
     layers: tuple[Mapping[str, LowRank], ...]
     head: LowRank | None = None  # of the output matrix
+    outer: Mapping[str, LowRank] = field(default_factory=dict)
+
+    @property
+    def places(self) -> tuple[Mapping[str, LowRank], ...]:
+        """The pairs of each layer, and at last (`OUTSIDE`) those outside of them."""
+        return (*self.layers, self.outer)
 
     @property
     def rank(self) -> int:
-        """The largest rank of the layers' pairs; 0 where the output matrix alone has one."""
-        return max((pair.rank for layer in self.layers for pair in layer.values()), default=0)
+        """The largest rank of the pairs; 0 where the output matrix alone has one."""
+        return max((pair.rank for own in self.places for pair in own.values()), default=0)
 
 
 def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
     """The adapter for a model of this config. Raises if it was trained on another model's shapes."""
     what = f"the adapter {adapter.name!r}"
     _check_architecture(adapter, config, what)
-    layers: list[dict[str, LowRank]] = [{} for _ in range(config.layers)]
+    places: list[dict[str, LowRank]] = [{} for _ in range(config.layers + 1)]  # the last one is `OUTSIDE`
     modules = _Modules(adapter, config)
     interleaved = not adapter.in_order and _interleaves(adapter, config)
     for target, pair in sorted(adapter.pairs.items()):
@@ -66,31 +76,33 @@ def bind(adapter: Adapter, config: ModelConfig) -> BoundAdapter:
             continue
         for (role, rows), (which, own) in product(module.shares, each):
             key = role if which is None else f"{role}.{which}"
-            if key in layers[target.layer]:
+            if key in places[target.layer]:
                 raise BadModelFile(f"{what} has weights for {target}, and others for the model's {key} besides")
             _check_heads(adapter, target, role, config, what)
             if role in HEAD_ROLES and which is None:
-                layers[target.layer] |= _of_heads(role, own, config)
+                places[target.layer] |= _of_heads(role, own, config)
                 continue
             b = own.b if rows is None else np.ascontiguousarray(own.b[rows])
             if role in ("q", "k") and interleaved:
                 b = half_split(b, config.head_dim, config.rope.dim)
-            layers[target.layer][key] = replace(own, b=b)
-    _check_all_there(adapter, modules, layers, what)
-    return BoundAdapter(adapter.digest, adapter.name, tuple(layers), adapter.pairs.get(HEAD))
+            places[target.layer][key] = replace(own, b=b)
+    _check_all_there(adapter, modules, places, what)
+    *layers, outer = places
+    return BoundAdapter(adapter.digest, adapter.name, tuple(layers), adapter.pairs.get(HEAD), outer)
 
 
 def _each_pair(
     pair: LowRank, module: Module, expert: int | None, what: str, target: Target
 ) -> list[tuple[int | None, LowRank]]:
     """The pairs of a target that have its matrix's shape, and the expert of each, or None."""
+    many = "experts" if target.layer != OUTSIDE else "matrices"
     if pair.experts != (module.experts if module.stacked else 0):
-        count = f"{module.experts} experts" if module.stacked else "one matrix"
+        count = f"{module.experts} {many}" if module.stacked else "one matrix"
         raise BadModelFile(
-            f"{what} of {pair.experts or 'no'} experts for {target}, and the model has {count}; it is another model's"
+            f"{what} of {pair.experts or 'no'} {many} for {target}, and the model has {count}; it is another model's"
         )
     if expert is not None and expert >= module.experts:
-        raise BadModelFile(f"{what} for {target}, and the model has {module.experts} experts; it is another model's")
+        raise BadModelFile(f"{what} for {target}, and the model has {module.experts} {many}; it is another model's")
     has = (pair.b.shape[-2], pair.a.shape[-1])
     turned = module.stacked and has[::-1] == module.shape != has  # a parameter that PEFT took for its transpose
     if has != module.shape and not turned:
@@ -149,12 +161,14 @@ class _Modules:
         if self._adapter.in_order:
             return _by_role(self._config, layer)
         gguf = self._adapter.architecture is not None
+        if layer == OUTSIDE:
+            return outer_modules(self._config, gguf=gguf)
         named = GGUF_MODULES if gguf else MODULES
         return {named.get(name, name): m for name, m in layer_modules(self._config, layer, gguf=gguf).items()}
 
 
 def _by_role(c: ModelConfig, layer: int) -> dict[str, Module]:
-    """The modules of a layer by role: those of experts together, or each by its number."""
+    """The modules of a layer, or outside of them, by role: those of experts together, or each by its number."""
     modules: dict[str, Module] = {}
     for role, shape in layer_targets(c, layer).items():
         if count := matrices_of(c, role):
@@ -166,24 +180,26 @@ def _by_role(c: ModelConfig, layer: int) -> dict[str, Module]:
 
 
 def target_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The shape [N, K] of each role's matrix, of experts that of one; roles that no layer has are left out."""
+    """The shape [N, K] of each role's matrix, of experts that of one; roles that the model lacks are left out."""
     shapes: dict[str, tuple[int, int]] = {}
-    for layer in range(c.layers):
+    for layer in (*range(c.layers), OUTSIDE):
         shapes |= layer_targets(c, layer)
     return {role: shapes[role] for role in ADAPTED if role in shapes}
 
 
 def layer_targets(c: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """The shape [N, K] of each role's matrix in a layer."""
-    shapes = layer_shapes(c, layer)
+    """The shape [N, K] of each role's matrix in a layer, or outside of them; but for the output matrix's."""
+    shapes = model_shapes(c) if layer == OUTSIDE else layer_shapes(c, layer)
     return {role: (shapes[role][-2], shapes[role][-1]) for role in ADAPTED if role in shapes}
 
 
 def matrices_of(c: ModelConfig, role: str) -> int:
-    """How many matrices a layer has of a role: one for each expert or head; 0 if it is one for all."""
-    experts = c.description.experts
+    """How many matrices there are of a role: one for each expert, head or stream; 0 if it is one for all."""
+    experts, altup = c.description.experts, c.description.altup
     if role in EXPERT_ROLES and experts is not None:
         return experts.count
+    if role in STREAM_ROLES and altup is not None:
+        return altup.streams - 1
     return c.heads if role in HEAD_ROLES else 0
 
 
@@ -205,9 +221,10 @@ def _module(target: Target, modules: _Modules, config: ModelConfig, what: str) -
         kind = "no such matrix" if config.description.latent is None else "latent attention"
     else:
         kind = "its experts" if has_experts(config, target.layer) else "a feed-forward without a gate"
+    place = "the" if target.layer == OUTSIDE else "this layer of the"
     raise Unsupported(
-        f"{what} has weights for {target}, and this layer of the {config.family} model has {kind}, which adapters do "
-        f"not change; train it on {', '.join(target_shapes(config))}"
+        f"{what} has weights for {target}, and {place} {config.family} model has {kind}, which adapters do not change; "
+        f"train it on {', '.join(target_shapes(config))}"
     )
 
 
@@ -291,7 +308,7 @@ def _check_architecture(adapter: Adapter, config: ModelConfig, what: str) -> Non
 
 
 def _targets(adapter: Adapter, modules: _Modules, layer: int) -> Iterator[tuple[Target, Module]]:
-    """What an adapter may have in a layer.
+    """What an adapter may have in a layer, or outside of them.
 
     Releases of transformers differ in what is a linear layer of a router and of experts: a config that means all of a
     name has them in one and not in another. So experts without any weights are left out, and routers unless listed.
@@ -300,7 +317,7 @@ def _targets(adapter: Adapter, modules: _Modules, layer: int) -> Iterator[tuple[
     for part, module in sorted(modules.of(layer).items()):
         by_expert = bool(module.experts) and not module.stacked
         roles = {role for role, _ in module.shares}
-        if by_expert and part in own:
+        if by_expert and (part in own or layer == OUTSIDE):
             yield from ((Target(layer, part.format(expert)), module) for expert in range(module.experts))
         elif not by_expert and (roles != {"router"} or not isinstance(adapter.rules and adapter.rules.modules, str)):
             yield Target(layer, part), module
@@ -315,18 +332,18 @@ def _keys(target: Target, module: Module) -> Iterator[str]:
             yield role + "".join(f".{number}" for number in EXPERT.findall(target.part) if module.experts)
 
 
-def _check_all_there(adapter: Adapter, modules: _Modules, layers: Sequence[Mapping[str, LowRank]], what: str) -> None:
-    """Raise if the adapter's config targets a layer of the model for which it has no weights, by any name."""
+def _check_all_there(adapter: Adapter, modules: _Modules, places: Sequence[Mapping[str, LowRank]], what: str) -> None:
+    """Raise if the adapter's config targets a matrix of the model for which it has no weights, by any name."""
     if (rules := adapter.rules) is None:
         return
     patterns = Patterns(what)
-    for layer, pairs in enumerate(layers):
+    for layer in (*range(len(places) - 1), OUTSIDE):
         for target, module in _targets(adapter, modules, layer):
             if any(role not in ADAPTED for role, _ in module.shares):
                 continue
-            if all(key in pairs for key in _keys(target, module)):
+            if all(key in places[layer] for key in _keys(target, module)):
                 continue
-            name = f"{rules.place}{layer}.{target.module}"
+            name = rules.name(layer, target.module)
             if rules.has_parameter(name) if module.stacked else rules.has(name, patterns):
                 raise BadModelFile(f"{what}: its config targets {target}, and there are no weights for it")
     if HEAD not in adapter.pairs and any(rules.has(head, patterns) for head in HEADS):

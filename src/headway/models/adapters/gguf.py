@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from headway.base.errors import BadModelFile, Unsupported
+from headway.base.specs.adapters import OUTSIDE
 from headway.base.text import short_repr
+from headway.kernels.native.library import STREAM_ROLES
 from headway.models.adapters.low_rank import HEAD, Limits, LowRank, Target, check_layer
+from headway.models.adapters.modules import OUTER, outer_names
 from headway.models.files.gguf import GgufFile
 from headway.models.files.weights import GgufWeights
 
@@ -24,7 +27,9 @@ NAMES = {
     "ffn_down": "down",
 }
 EXPERTS = "_exps"  # how names of matrices of all experts end
-NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.(?P<part>\w{1,64})|output)\.weight\.lora_(?P<side>[ab])")
+STACKED = outer_names(*STREAM_ROLES, gguf=True)  # those of all streams
+OWN = "|".join(sorted(outer_names(*OUTER, gguf=True)))
+NAME = re.compile(rf"(?:blk\.(?P<layer>\d+)\.(?P<part>\w{{1,64}})|(?P<own>{OWN})|output)\.weight\.lora_(?P<side>[ab])")
 
 
 def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
@@ -55,7 +60,8 @@ def read_file(path: Path, limits: Limits) -> tuple[dict[Target, LowRank], str]:
             raise BadModelFile(f"{what} has only lora_{next(iter(side))}; lora_a and lora_b are needed")
         if side["b"].ndim == 1:  # of one output, which such files do not tell from a vector
             side["b"] = side["b"][None]
-        limits.check(what, side["a"], side["b"], experts=target.part.endswith(EXPERTS))
+        stacked = target.part.endswith(EXPERTS) or target.part in STACKED
+        limits.check(what, side["a"], side["b"], experts=stacked)
         scaling = alpha / side["a"].shape[-2] if alpha else 1.0  # as llama.cpp does
         pairs[target] = LowRank(side["a"], side["b"], limits.check_scaling(what, scaling))
     if not pairs:
@@ -75,6 +81,8 @@ def _sides(path: Path, weights: GgufWeights) -> dict[Target, dict[str, np.ndarra
         target = HEAD
         if match["part"] is not None:
             target = Target(check_layer(match["layer"], f"{path}: {name}"), NAMES.get(match["part"], match["part"]))
+        elif match["own"] is not None:
+            target = Target(OUTSIDE, match["own"])
         tensor = weights.array(name).copy()  # not the file's map
         sides.setdefault(target, {})[match["side"]] = tensor
     return sides

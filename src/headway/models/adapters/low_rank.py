@@ -1,7 +1,8 @@
 """The two matrices of one LoRA target, and the names of targets.
 
-A target is a linear layer as files have them: its layer's number and its name there, or the output matrix (`HEAD`).
-Layers that are called as Llama's have a role (`ROLES`) for a name. What another family's names mean is in `modules`.
+A target is a linear layer as files have them: its layer's number, or `OUTSIDE` of layers, and its name there; or the
+output matrix (`HEAD`). Layers that are called as Llama's have a role (`ROLES`) for a name. What another family's names
+mean is in `modules`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from headway.base.arrays import float_name, widen
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile
+from headway.base.specs.adapters import OUTSIDE
 from headway.base.text import short_repr
 
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -34,7 +36,7 @@ MAX_SCALING = 1e30
 
 
 class Target(NamedTuple):
-    """A linear layer of a decoder: its number, and its role or what files call it."""
+    """A linear layer of a decoder: the number of its layer, and its role or what files call it."""
 
     layer: int
     part: str
@@ -42,7 +44,7 @@ class Target(NamedTuple):
     def __str__(self) -> str:
         if self == HEAD:
             return HEAD_MODULE
-        return f"layers.{self.layer}.{self.module}"
+        return self.module if self.layer == OUTSIDE else f"layers.{self.layer}.{self.module}"
 
     @property
     def module(self) -> str:
@@ -50,7 +52,7 @@ class Target(NamedTuple):
         return next((name for name, role in MODULES.items() if role == self.part), self.part)
 
 
-HEAD, HEAD_MODULE = Target(-1, "head"), "lm_head"
+HEAD, HEAD_MODULE = Target(OUTSIDE, "head"), "lm_head"
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@
     self_attn.q_proj            ──▶ q, all rows (Llama)
     mlp.experts.{}.gate_proj    ──▶ the gate of one expert
     mlp.experts.gate_up_proj    ──▶ gates and ups of all experts
+    altup_projections.{}        ──▶ the matrix of one stream, outside of layers (Gemma 3n)
 
 A family says once where its weights are (`Family.parts`); an adapter of such a matrix is cut as the matrix is.
 """
@@ -16,15 +17,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.kernels.native.library import EXPERT_ROLES
+from headway.kernels.native.library import EXPERT_ROLES, STREAM_ROLES
 from headway.models.config import ModelConfig
 from headway.models.families import FAMILIES, by_name
 from headway.models.families.family import Cut, Each, FirstOf, Part
 from headway.models.nested import OLDER_TEXT, TEXT
-from headway.models.weights.roles import HF_NAMES, HF_STACKED_EXPERTS, SPLIT_QUERIES, part_of, parts_of
-from headway.models.weights.shapes import layer_shapes
+from headway.models.weights.roles import (
+    GGUF_PARTS,
+    HF_NAMES,
+    HF_PARTS,
+    HF_STACKED_EXPERTS,
+    SPLIT_QUERIES,
+    part_of,
+    parts_of,
+)
+from headway.models.weights.shapes import Shapes, layer_shapes, model_shapes
 
 HEADS = ("lm_head", "embed_out")  # what folders call the output matrix
+OUTER = ("input_projection", *STREAM_ROLES)  # matrices outside of layers, besides the output matrix
+MODEL = "model."  # before the names of what is outside of layers
 
 
 class Share(NamedTuple):
@@ -37,7 +48,8 @@ class Share(NamedTuple):
 class Module(NamedTuple):
     """A linear layer of the files: its matrix [N, K] and the roles that it is, one or more.
 
-    Of experts it is one of so many matrices, `{}` in its name standing for the expert; or all of them, if `stacked`.
+    Of experts, or streams, it is one of so many matrices, `{}` in its name standing for the number; or all of them, if
+    `stacked`.
     """
 
     shape: tuple[int, int]
@@ -49,17 +61,31 @@ class Module(NamedTuple):
 
 def layer_modules(config: ModelConfig, layer: int, *, gguf: bool) -> dict[str, Module]:
     """The matrices of a layer, by what a folder or a GGUF file calls them after the layer."""
-    family = by_name(config.family)
-    own = _modules(parts_of(family, gguf=gguf), config, layer)
+    family, shapes = by_name(config.family), layer_shapes(config, layer)
+    own = _modules(parts_of(family, gguf=gguf), config, shapes)
     if gguf:
-        return _modules(parts_of(family, (SPLIT_QUERIES,), gguf=True), config, layer) | own
+        return _modules(parts_of(family, (SPLIT_QUERIES,), gguf=True), config, shapes) | own
     if config.description.latent is not None and isinstance(up := family.parts.get("key_up"), Cut):
         # Keys and values of heads, which are two matrices for each head in the model.
         outputs, inputs = up.shape(config)
         (name,) = _names(up)
         own[name] = Module((outputs, inputs), (Share("key_up"), Share("value_up")))
     later = {role: part for role, part in HF_STACKED_EXPERTS.items() if role not in family.parts} | dict(family.modules)
-    return _modules(later, config, layer) | own
+    return _modules(later, config, shapes) | own
+
+
+def outer_modules(config: ModelConfig, *, gguf: bool) -> dict[str, Module]:
+    """The matrices outside of layers, but for the output matrix, by what a folder or a GGUF file calls them."""
+    shapes = {role: shape for role, shape in model_shapes(config).items() if role in OUTER}
+    found = _modules(parts_of(by_name(config.family), gguf=gguf), config, shapes)
+    return {name.removeprefix(MODEL): module for name, module in found.items()}
+
+
+def outer_names(*roles: str, gguf: bool = False) -> frozenset[str]:
+    """What the matrices of these roles outside of layers are called in any family's folders, or GGUF files."""
+    every = [family.gguf_parts if gguf else family.parts for family in FAMILIES]
+    parts = [own[role] for own in (GGUF_PARTS if gguf else HF_PARTS, *every) for role in roles if role in own]
+    return frozenset(name.removeprefix(MODEL) for part in parts for name in _names(part))
 
 
 def layer_places() -> frozenset[str]:
@@ -70,11 +96,11 @@ def layer_places() -> frozenset[str]:
     return frozenset(whole | bare | outer)
 
 
-def _modules(parts: Mapping[str, Part], config: ModelConfig, layer: int) -> dict[str, Module]:
+def _modules(parts: Mapping[str, Part], config: ModelConfig, shapes: Shapes) -> dict[str, Module]:
     found: dict[str, Module] = {}
     family = by_name(config.family)
-    for role, shape in layer_shapes(config, layer).items():
-        part = part_of(parts, role) if len(shape) == 2 or role in EXPERT_ROLES else None
+    for role, shape in shapes.items():
+        part = part_of(parts, role) if len(shape) == 2 or role in (*EXPERT_ROLES, *STREAM_ROLES) else None
         if part is None:
             continue
         *experts, count, inputs = shape

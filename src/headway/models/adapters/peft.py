@@ -20,9 +20,10 @@ from headway.base.checks import check_integer, check_number
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, ModelNotFound, Unsupported, WrongType
 from headway.base.files import read_json
+from headway.base.specs.adapters import OUTSIDE
 from headway.base.text import short_repr
 from headway.models.adapters.low_rank import HEAD, MODULES, Limits, LowRank, Target, check_layer
-from headway.models.adapters.modules import HEADS, layer_places
+from headway.models.adapters.modules import HEADS, OUTER, layer_places, outer_names
 from headway.models.adapters.target_rules import REPEATS, Patterns, TargetRules
 from headway.models.files.weights import SafetensorsWeights
 
@@ -34,10 +35,18 @@ PARAMETER = re.compile(r"(?:^|\.)experts(?:\.base_layer)?$|\.base_layer$")  # a 
 MAX_PATTERN = 4096  # characters of a pattern
 MAX_PATTERNS = 4096  # of a field; peft may write one for each module
 MAX_REPEATS = 6  # unbounded repetitions of a pattern: more could take for ever on a module's name
-PLACES = layer_places()
+PLACES, LAYERS = layer_places(), "layers."
+MODELS = {place.removesuffix(LAYERS) for place in PLACES if place.endswith(LAYERS)}  # what has layers called so
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return "|".join(re.escape(name).replace(r"\{\}", r"\d{1,6}") for name in sorted(names))
+
+
 NAME = re.compile(
-    rf"(?:base_model\.model\.)?(?P<module>(?P<place>{'|'.join(map(re.escape, sorted(PLACES)))})(?P<layer>\d+)\."
-    rf"(?P<part>\w+(?:\.\w+){{0,7}})|(?:{'|'.join(HEADS)}))\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight"
+    rf"(?:base_model\.model\.)?(?P<module>(?P<place>{_any_of(PLACES)})(?P<layer>\d+)\.(?P<part>\w+(?:\.\w+){{0,7}})|"
+    rf"(?P<model>{_any_of(MODELS)})(?P<own>{_any_of(outer_names(*OUTER))})|(?:{_any_of(HEADS)}))"
+    r"\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight"
 )
 # Fields that must be empty, and what they are.
 REFUSED: Mapping[str, str] = {
@@ -127,6 +136,8 @@ def _read(
                     f"{where}: the tensor {short_repr(name)} is for a parameter with all experts, and there is no "
                     f"{CONFIG} that lists it among target_parameters and says its rank; give the config"
                 )
+        elif match["own"] is not None:
+            target, place = Target(OUTSIDE, match["own"]), match["model"] + LAYERS
         side = sides.setdefault(target, {})
         if match["side"] in side:
             raise BadModelFile(f"{where}: {target} has two matrices {match['side']}; it must have one")

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
+from headway.base.specs.adapters import OUTSIDE
 from headway.base.text import short_repr
 from headway.models.adapters.modules import HEADS
 
@@ -74,6 +75,12 @@ class TargetRules:
     layers_patterns: tuple[str, ...]
     parameters: tuple[str, ...] = ()
     place: str = "model.layers."  # what the tensors' names have before the number of a layer
+
+    def name(self, layer: int, module: str) -> str:
+        """What a module of a layer, or one outside of them, is called in full."""
+        if layer == OUTSIDE:
+            return self.place.removesuffix("layers.") + module
+        return f"{self.place}{layer}.{module}"
 
     def has_parameter(self, name: str) -> bool:
         """Whether a parameter, such as `model.layers.0.mlp.experts.down_proj`, has LoRA; `weight` may be left out."""

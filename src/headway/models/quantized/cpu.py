@@ -202,9 +202,11 @@ class QuantizedDecoder(AnyDecoder):
 
     def first_layers(self, count: int) -> QuantizedDecoder:
         """The first layers of the model, with its embedding and head."""
-        few = self.config.first_layers(count)
+        few, projection = self.config.first_layers(count), self.input_projection
         inv_freq = self.inv_freq if self.inv_freq.ndim == 1 else self.inv_freq[:count]
-        return replace(self, config=few, layers=self.layers[:count], inv_freq=inv_freq)
+        if projection is not None:  # a part of it is each layer's
+            projection = projection.expert(0, projection.n // len(self.layers) * count)
+        return replace(self, config=few, layers=self.layers[:count], inv_freq=inv_freq, input_projection=projection)
 
     @property
     def row_quantization(self) -> str | None:
@@ -239,7 +241,7 @@ class QuantizedDecoder(AnyDecoder):
             layer.check(f"layers.{i}.", c, i)
 
     def _check_outer(self, shapes: Shapes) -> None:
-        """Check what each layer takes a part of; the first layers of a model have that of all."""
+        """Check what is outside of layers; the first layers of a model have the inputs of all."""
         held: dict[str, Any] = {**self.outer_matrices(), **self.outer_vectors()}
         for name in (*OUTER_MATRICES, "input_projection_norm"):
             weight, shape = held.get(name), shapes.get(name)
@@ -252,8 +254,7 @@ class QuantizedDecoder(AnyDecoder):
                 _check_floats(name, weight, *shape)
                 continue
             n, k = interleaved_shape(shape)
-            whole = {"token_inputs": (n, max(k, weight.k)), "input_projection": (max(n, weight.n), k)}
-            _check_matrix(name, weight, whole.get(name, (n, k)))
+            _check_matrix(name, weight, (n, max(k, weight.k)) if name == "token_inputs" else (n, k))
 
     def formats(self) -> tuple[str, ...]:
         """The weight formats in use, most bytes first."""

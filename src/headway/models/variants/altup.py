@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.base.specs.adapters import OUTSIDE
 from headway.kernels.reference.linear import by_rows, linear
 from headway.kernels.reference.lora import Delta
 from headway.models.decoder import DecoderInput, MarkPhase, Mixing, on_hidden
 from headway.models.described import bytes_of
 from headway.models.description import AltUp
+from headway.models.experts import LayerAdapters, adding, of_rows, with_added
 from headway.models.hooks import Hooks
 from headway.models.layers import Linear
 from headway.models.variants.per_layer import PerLayerDecoder, PerLayerLayer
@@ -53,21 +55,24 @@ class AltUpLayer(PerLayerLayer):
         assert self.description.altup is not None
         return self.description.altup
 
-    def predict(self, streams: Tensor) -> tuple[Tensor]:
+    def predict(self, streams: Tensor, *rows: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor]:
         """All streams [R, n, E] from what they were."""
-        n = self.altup.streams
-        shares = self.altup_predict(self._kinds(streams[:, self.altup.active])).unflatten(-1, (n, n))
+        n, own = self.altup.streams, of_rows(added, *rows)
+        kinds = self._kinds(streams[:, self.altup.active], own)
+        shares = with_added(self.altup_predict(kinds), own, "altup_predict", kinds).unflatten(-1, (n, n))
         return (streams + self.total(shares[..., None] * streams[:, None]),)
 
-    def correct(self, predicted: Tensor, x: Tensor) -> tuple[Tensor]:
+    def correct(self, predicted: Tensor, x: Tensor, *rows: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor]:
         """All streams after the active one is computed to be x [R, E]."""
-        missed = x - predicted[:, self.altup.active]
-        shares = self.altup_correct(self._kinds(x)) + 1.0
+        missed, own = x - predicted[:, self.altup.active], of_rows(added, *rows)
+        kinds = self._kinds(x, own)
+        shares = with_added(self.altup_correct(kinds), own, "altup_correct", kinds) + 1.0
         return (predicted + shares[..., None] * missed[:, None],)
 
-    def _kinds(self, x: Tensor) -> Tensor:
+    def _kinds(self, x: Tensor, added: LayerAdapters | None) -> Tensor:
         """What decides how much streams have of each other, [R, n]."""
-        return self.tanh(self.altup_router(self.norm(x, self.altup_norm) * x.shape[-1] ** -1.0))
+        h = self.norm(x, self.altup_norm) * x.shape[-1] ** -1.0
+        return self.tanh(with_added(self.altup_router(h), added, "altup_router", h))
 
     def tanh(self, x: Tensor) -> Tensor:
         return torch.tanh(x.float()).to(x.dtype)
@@ -76,10 +81,16 @@ class AltUpLayer(PerLayerLayer):
         """The sum over streams [R, n, n, E] → [R, n, E]."""
         return parts.sum(2)
 
-    def add_attention(self, x: Tensor, h: Tensor, mixed: Tensor, *delta: Delta) -> tuple[Tensor]:
+    def low_rank(self, h: Tensor, *rows: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor]:
+        """The low-rank product of normed rows h."""
+        own = of_rows(added, *rows)
+        low = with_added(self.laurel_down(h), own, "laurel_down", h)
+        return (with_added(self.laurel_up(low), own, "laurel_up", low),)
+
+    def add_attention(self, x: Tensor, h: Tensor, mixed: Tensor, raised: Tensor, *delta: Delta) -> tuple[Tensor]:
         """The residual with attention, and with the low-rank product of normed rows h."""
         (y,) = self.project_out(x, mixed, *delta)
-        return ((y + h + self.norm(self.laurel_up(self.laurel_down(h)), self.laurel_norm)) / math.sqrt(2),)
+        return ((y + h + self.norm(raised, self.laurel_norm)) / math.sqrt(2),)
 
     def activate(self, x: Tensor, kind: str, *, exact: bool) -> Tensor:
         if self.sparsity > 0:  # what is below the quantile that a normal distribution would have becomes 0
@@ -91,10 +102,12 @@ class AltUpLayer(PerLayerLayer):
         wide = torch.std(x, dim=-1, keepdim=True, unbiased=False) * deviations
         return torch.relu(x - (x.mean(-1, keepdim=True) + wide))
 
-    def add_token_to_others(self, streams: Tensor, inputs: Tensor, *, exact: bool) -> tuple[Tensor]:
+    def add_token_to_others(
+        self, streams: Tensor, inputs: Tensor, *rows: Tensor, added: LayerAdapters | None = None, exact: bool
+    ) -> tuple[Tensor]:
         """All streams, those after the first with what the layer takes of the token."""
-        active = streams[:, self.altup.active]
-        part = self.token_part(active * self.altup_scale if self.altup.scaled else active, inputs, exact=exact)
+        active, own = streams[:, self.altup.active], of_rows(added, *rows)
+        part = self.token_part(active * self.altup_scale if self.altup.scaled else active, inputs, own, exact=exact)
         return (torch.cat((streams[:, :1], streams[:, 1:] + part[:, None]), 1),)
 
 
@@ -111,20 +124,22 @@ class AltUpDecoder(PerLayerDecoder):
         self, step: DecoderInput, kv: tuple[Tensor, Tensor], hooks: Hooks, mark: MarkPhase, tile: int | None
     ) -> Tensor:
         x = self.embed(step.tokens, step.positions)
-        (streams,) = by_rows(tile, self.spread, x)
+        added, rows = adding(step.adapters, OUTSIDE, x)
+        (streams,) = by_rows(tile, partial(self.spread, added=added), x, *rows)
         mark("embed")
         mixing, how = Mixing(step, kv, self.rotations(step.positions), hooks, mark, tile, x), self.layers[0].altup
         mark("rope")
         for l in range(len(self.layers)):
             on_hidden(hooks, l, streams[:, how.active])
             streams = self.layer(l, streams, mixing)
-        (x,) = by_rows(tile, self.gather, streams)
+        (x,) = by_rows(tile, partial(self.gather, added=added), streams, *rows)
         on_hidden(hooks, len(self.layers), x)
         return x
 
     def layer(self, l: int, x: Tensor, mixing: Mixing) -> Tensor:
         layer, tile, exact = self.layers[l], mixing.tile, mixing.tile is not None
-        (predicted,) = by_rows(tile, layer.predict, x)
+        added, rows = adding(mixing.step.adapters, l, x)
+        (predicted,) = by_rows(tile, partial(layer.predict, added=added), x, *rows)
         active = predicted[:, layer.altup.active]
         (h,) = by_rows(tile, layer.norm_in, active)
         mixing.mark("norm")
@@ -132,14 +147,17 @@ class AltUpDecoder(PerLayerDecoder):
         (h,) = by_rows(tile, layer.norm_mlp, active, active)
         mixing.mark("norm")
         active = self._feed_forward(l, active, h, mixing.step, tile)
-        (x,) = by_rows(tile, layer.correct, predicted, active)
-        (x,) = by_rows(tile, partial(layer.add_token_to_others, exact=exact), x, self.inputs(l, mixing))
+        (x,) = by_rows(tile, partial(layer.correct, added=added), predicted, active, *rows)
+        add = partial(layer.add_token_to_others, added=added, exact=exact)
+        (x,) = by_rows(tile, add, x, self.inputs(l, mixing), *rows)
         mixing.mark("feed-forward")
         return x
 
     def mix(self, l: int, x: Tensor, h: Tensor, mixing: Mixing) -> Tensor:
-        mixed, layer = self.attend(l, h, mixing), self.layers[l]
-        (x,) = by_rows(mixing.tile, layer.add_attention, x, h, mixed, *mixing.step.delta(l, "out", mixed))
+        mixed, layer, tile = self.attend(l, h, mixing), self.layers[l], mixing.tile
+        added, rows = adding(mixing.step.adapters, l, h)
+        (raised,) = by_rows(tile, partial(layer.low_rank, added=added), h, *rows)
+        (x,) = by_rows(tile, layer.add_attention, x, h, mixed, raised, *mixing.step.delta(l, "out", mixed))
         mixing.mark("output projection")
         return x
 
@@ -149,16 +167,27 @@ class AltUpDecoder(PerLayerDecoder):
         assert own.inputs is not None
         return torch.where(tokens < own.inputs.vocab, tokens, 0)  # a token without a row has that of 0
 
-    def spread(self, x: Tensor) -> tuple[Tensor]:
+    def spread(self, x: Tensor, *rows: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor]:
         """The streams [R, n, E] of embedded rows: others are as large as the first."""
-        others = [self.as_large_as(x, self.product(x, matrix)) for matrix in self.altup_spread]
+        own, count = of_rows(added, *rows), len(self.altup_spread)
+        others = self._each(x, [x] * count, self.altup_spread, own, "altup_spread")
         return (torch.stack((x, *others), 1),)
 
-    def gather(self, streams: Tensor) -> tuple[Tensor]:
+    def gather(self, streams: Tensor, *rows: Tensor, added: LayerAdapters | None = None) -> tuple[Tensor]:
         """The residual [R, E] of all streams: their mean, where they are as large as the first."""
         first, *others = streams.unbind(1)
-        pairs = zip(others, self.altup_gather, strict=True)
-        return (self.mean([first, *(self.as_large_as(first, self.product(x, matrix)) for x, matrix in pairs)]),)
+        own = of_rows(added, *rows)
+        return (self.mean([first, *self._each(first, others, self.altup_gather, own, "altup_gather")]),)
+
+    def _each(
+        self, first: Tensor, streams: list[Tensor], matrices: Any, added: LayerAdapters | None, stack: str
+    ) -> list[Tensor]:
+        """Streams [R, E] times a matrix of their own, as large as the first."""
+        products = [
+            with_added(self.product(x, matrix), added, f"{stack}.{k}", x)
+            for k, (x, matrix) in enumerate(zip(streams, matrices, strict=True))
+        ]
+        return [self.as_large_as(first, y) for y in products]
 
     def product(self, x: Tensor, matrix: Tensor) -> Tensor:
         return linear(x, matrix)
@@ -179,5 +208,6 @@ class AltUpDecoder(PerLayerDecoder):
     def rows_of_each_kind(self, x: Tensor) -> list[Tensor]:
         (streams,), layer = self.spread(x), self.layers[0]
         q = layer.project(x)[0]
-        more = [streams, *self.gather(streams), *layer.predict(streams), *layer.add_attention(x, x, q)]
+        more = [streams, *self.gather(streams), *layer.predict(streams)]
+        more += layer.add_attention(x, x, q, *layer.low_rank(x))
         return [*more, *layer.norm_in(x), q, *layer.feed_forward(x, x, exact=True), self.head(x, None)]

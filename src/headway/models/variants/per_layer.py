@@ -7,10 +7,10 @@ earlier layer, and inputs of the token itself (Gemma 4).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
@@ -20,7 +20,7 @@ from headway.kernels.reference.norm import unit_norm
 from headway.kernels.reference.rope import rotate
 from headway.models.decoder import DecoderInput, Mixing
 from headway.models.described import DescribedDecoder, DescribedLayer, bytes_of
-from headway.models.experts import ExpertWeights, LayerAdapters
+from headway.models.experts import ExpertWeights, LayerAdapters, adding, of_rows, with_added
 from headway.models.layers import Linear
 
 
@@ -77,7 +77,7 @@ class PerLayerLayer(DescribedLayer):
 
     def run_experts(self, h: Tensor, *rows: Tensor, added: LayerAdapters | None = None, exact: bool) -> tuple[Tensor]:
         """What experts make of the residual h [R, E]."""
-        b, x, own = self.beside, h, None if added is None else added.of(*rows)
+        b, x, own = self.beside, h, of_rows(added, *rows)
         assert b is not None
         h, kind = self.norm(x, b.expert_in_norm), self.description.activation
         y = b.experts.mix(h, b.experts.route(x, own), b.gate_up, b.down, kind, exact=exact, added=own)
@@ -89,16 +89,19 @@ class PerLayerLayer(DescribedLayer):
         y = self.norm(plus(self.down(inner), delta), self.beside.dense_norm) + experts
         return (self._add(x, y, self.post_mlp_norm, None),)
 
-    def token_part(self, x: Tensor, inputs: Tensor, *, exact: bool) -> Tensor:
+    def token_part(self, x: Tensor, inputs: Tensor, added: LayerAdapters | None, *, exact: bool) -> Tensor:
         """What the layer takes of the token: x [R, E] decides, of inputs [R, P], what there is of it."""
         assert self.input_gate is not None
         assert self.input_out is not None
         assert self.post_input_norm is not None
-        gate = super().activate(self.input_gate(x), self.description.activation, exact=exact)
-        return self.norm(self.input_out(gate * inputs), self.post_input_norm)
+        gate = with_added(self.input_gate(x), added, "input_gate", x)
+        inner = super().activate(gate, self.description.activation, exact=exact) * inputs
+        return self.norm(with_added(self.input_out(inner), added, "input_out", inner), self.post_input_norm)
 
-    def add_token(self, x: Tensor, inputs: Tensor, *, exact: bool) -> tuple[Tensor]:
-        return (x + self.token_part(x, inputs, exact=exact),)
+    def add_token(
+        self, x: Tensor, inputs: Tensor, *rows: Tensor, added: LayerAdapters | None = None, exact: bool
+    ) -> tuple[Tensor]:
+        return (x + self.token_part(x, inputs, of_rows(added, *rows), exact=exact),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,8 +119,9 @@ class PerLayerDecoder(DescribedDecoder):
     def layer(self, l: int, x: Tensor, mixing: Mixing) -> Tensor:
         x, layer, tile = super().layer(l, x, mixing), self.layers[l], mixing.tile
         if layer.input_gate is not None:
-            add = partial(layer.add_token, exact=tile is not None)
-            (x,) = by_rows(tile, add, x, self.inputs(l, mixing))
+            added, rows = adding(mixing.step.adapters, l, x)
+            add = partial(layer.add_token, added=added, exact=tile is not None)
+            (x,) = by_rows(tile, add, x, self.inputs(l, mixing), *rows)
             mixing.mark("feed-forward")
         return x if layer.layer_scale is None else x * layer.layer_scale
 
@@ -126,12 +130,13 @@ class PerLayerDecoder(DescribedDecoder):
         weight = self.input_projection_norm
         assert weight is not None
         size, e, norm = len(weight), self.config.hidden_size, self.layers[0].norm
-        own = slice(l * size, (l + 1) * size)
+        own, (added, rows) = slice(l * size, (l + 1) * size), adding(mixing.step.adapters, l, mixing.embedded)
 
-        def made(embedded: Tensor) -> tuple[Tensor]:
-            return (norm(self.project_embedded(embedded, own) * e**-0.5, weight),)
+        def made(embedded: Tensor, *rows: Tensor) -> tuple[Tensor]:
+            y = self.project_embedded(embedded, own)
+            return (norm(with_added(y, of_rows(added, *rows), "input_projection", embedded) * e**-0.5, weight),)
 
-        (projected,) = by_rows(mixing.tile, made, mixing.embedded)
+        (projected,) = by_rows(mixing.tile, made, mixing.embedded, *rows)
         return (projected + self.token_rows(own, self.known(mixing.step.tokens)) * size**0.5) * 2**-0.5
 
     def project_embedded(self, embedded: Tensor, own: slice) -> Tensor:
@@ -162,11 +167,17 @@ class PerLayerDecoder(DescribedDecoder):
         layer, exact = self.layers[l], tile is not None
         if layer.beside is None:
             return super()._feed_forward(l, x, h, step, tile)
-        rows = () if step.adapters is None else (torch.arange(len(x), device=x.device),)
-        added = None if step.adapters is None else LayerAdapters(step.adapters, l)
+        added, rows = adding(step.adapters, l, x)
         (experts,) = by_rows(tile, partial(layer.run_experts, added=added, exact=exact), x, *rows)
         (inner,) = by_rows(tile, partial(layer.gate_times_up, exact=exact), h, *step.delta(l, "gate_up", h))
         return by_rows(tile, layer.add_both, x, inner, experts, *step.delta(l, "down", inner))[0]
+
+    def first_layers(self, count: int) -> PerLayerDecoder:
+        few: Any = super().first_layers(count)
+        if self.input_projection is None or self.token_inputs is None or self.input_projection_norm is None:
+            return few
+        own = slice(0, count * len(self.input_projection_norm))
+        return replace(few, input_projection=self.input_projection[own], token_inputs=self.token_inputs[:, own])
 
     def nbytes(self) -> dict[str, int]:
         size = super().nbytes()

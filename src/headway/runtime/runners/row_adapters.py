@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
-from headway.base.specs.adapters import AdapterMix
+from headway.base.specs.adapters import OUTSIDE, AdapterMix
 from headway.kernels.reference.lora import Delta, Groups, OrderedLowRank, Piece, Reduce, RowGroup, low_rank
 from headway.kernels.reference.quantized import tensor
 from headway.models.adapters.bound import BoundAdapter, StoredPairs, layer_targets, stored_pair
@@ -28,6 +28,18 @@ STACKS: Mapping[str, tuple[str, ...]] = {
     "shared_gate_up": ("shared_gate", "shared_up"),
     "shared_down": ("shared_down",),
     "shared_router": ("shared_router",),
+    "input_gate": ("input_gate",),
+    "input_out": ("input_out",),
+    "laurel_down": ("laurel_down",),
+    "laurel_up": ("laurel_up",),
+    "altup_router": ("altup_router",),
+    "altup_predict": ("altup_predict",),
+    "altup_correct": ("altup_correct",),
+}
+OUTER_STACKS: Mapping[str, tuple[str, ...]] = {
+    "input_projection": ("input_projection",),
+    "altup_spread": ("altup_spread",),
+    "altup_gather": ("altup_gather",),
 }
 EXPERT_STACKS: Mapping[str, tuple[str, ...]] = {
     "expert_gate_up": ("expert_gate", "expert_up"),
@@ -35,15 +47,18 @@ EXPERT_STACKS: Mapping[str, tuple[str, ...]] = {
     "key_up": ("key_up",),
     "value_up": ("value_up",),
 }
-ALL_STACKS: Mapping[str, tuple[str, ...]] = {**STACKS, **EXPERT_STACKS}
+ALL_STACKS: Mapping[str, tuple[str, ...]] = {**STACKS, **EXPERT_STACKS, **OUTER_STACKS}
 
 
 @dataclass(frozen=True, eq=False)
 class TorchAdapter:
-    """An adapter's matrices in float32 by layer and stack, or `stack.expert`, and those of the output matrix."""
+    """An adapter's matrices in float32 by layer and stack, or `stack.expert`, and those of the output matrix.
 
-    layers: tuple[Mapping[str, Sequence[Piece]], ...]
-    outputs: tuple[Mapping[str, int], ...]  # of each layer's stacks
+    What is outside of layers comes after the last; but each layer has its own part of `input_projection`.
+    """
+
+    layers: tuple[dict[str, list[Piece]], ...]
+    outputs: tuple[dict[str, int], ...]  # of each layer's stacks
     head: Piece | None = None
 
     @classmethod
@@ -51,7 +66,7 @@ class TorchAdapter:
         """With `half`, rounded to float16, as the adapters of quantized weights are."""
         layers, outputs = [], []
         stored = StoredPairs(lambda matrix, _: tensor(matrix).to(device, torch.float32), half=half)
-        for l, pairs in enumerate(adapter.layers):
+        for l, pairs in zip((*range(config.layers), OUTSIDE), adapter.places, strict=True):
             shapes, stacks, sizes = layer_targets(config, l), dict[str, list[Piece]](), dict[str, int]()
             places = dict[str, tuple[str, int]]()  # of roles: their stack, and the outputs before them
             for stack, roles in ALL_STACKS.items():
@@ -67,6 +82,7 @@ class TorchAdapter:
                 stacks.setdefault(f"{stack}{dot}{expert}", []).append(Piece(a, b, factor, first))
             layers.append(stacks)
             outputs.append(sizes)
+        _cut_by_layer(layers, outputs, "input_projection")
         return cls(tuple(layers), tuple(outputs), head_on(adapter, device))
 
     @property
@@ -74,6 +90,17 @@ class TorchAdapter:
         """Of the layers' matrices; `LoadedAdapter` counts the output matrix's."""
         pieces = (piece for layer in self.layers for stack in layer.values() for piece in stack)
         return sum({id(matrix): matrix.nbytes for piece in pieces for matrix in (piece.a, piece.b)}.values())
+
+
+def _cut_by_layer(layers: list[dict[str, list[Piece]]], outputs: list[dict[str, int]], stack: str) -> None:
+    """Give each layer its part of a matrix outside of them, which has those of all layers one after the other."""
+    *inner, outer = layers
+    size = outputs[OUTSIDE][stack] // len(inner)
+    pieces = outer.pop(stack, [])
+    for l, own in enumerate(inner):
+        outputs[l][stack] = size
+        if pieces:
+            own[stack] = [piece._replace(b=piece.b[l * size : (l + 1) * size]) for piece in pieces]
 
 
 def head_on(adapter: BoundAdapter, device: torch.device) -> Piece | None:
@@ -150,5 +177,5 @@ class TorchRowAdapters:
         if self._ordered:
             return OrderedLowRank(x, groups)
         reduce = self._reduce if stack in ("out", "down") else None
-        outputs = self._groups[0][1].outputs[layer][stack]
+        outputs = self._groups[0][1].outputs[layer][stack.partition(".")[0]]
         return low_rank(x, outputs, groups, by_row=self._by_row, reduce=reduce)

@@ -61,6 +61,10 @@ class AdapterTable:
     experts: Tensor  # [slots, L, EXPERT_MATRICES] int64: where [X, 4] int64 lie (A, B, rank, bits of factor), or 0
     dtype: torch.dtype  # of the matrices
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.pointers, self.ranks, self.factors, self.experts
+
     @staticmethod
     def empty(slots: int, layers: int, dtype: torch.dtype, device: torch.device) -> AdapterTable:
         return AdapterTable(

@@ -30,11 +30,36 @@ class StreamShares:
     matrix: Tensor
 
 
-def predict(streams: Tensor, out: Tensor, h: Tensor, how: StreamShares, norm: RowNorm, *, ahead: bool = False) -> None:
+@dataclass(frozen=True, eq=False)
+class AddedShares:
+    """What adapters add to what the router and the matrix make of rows, in float32."""
+
+    kinds: Tensor  # [T, n]
+    shares: Tensor  # [T, n n], or [T, n]
+
+
+def find_kinds(x: Tensor, out: Tensor, how: StreamShares, added: Tensor, *, ahead: bool = False) -> None:
+    """tanh of what the router makes of rows x [T, E] of the active stream, plus `added` [T, n], into out [T, n]."""
+    (rows, n), e = out.shape, x.shape[1]
+    _find_kinds[(rows,)](
+        x, out, how.norm.weight, how.router, added, how.norm.eps, KIND=how.norm.kind, N=n, **_shape(n, e, ahead)
+    )
+
+
+def predict(
+    streams: Tensor,
+    out: Tensor,
+    h: Tensor,
+    how: StreamShares,
+    norm: RowNorm,
+    *,
+    added: AddedShares | None = None,
+    ahead: bool = False,
+) -> None:
     """All streams [n, T, E] as a layer expects them to be, into out, and the active one, normed, into h [T, E]."""
     n, rows, e = streams.shape
     _predict[(rows,)](
-        streams, out, h, how.norm.weight, how.router, how.matrix, norm.weight, rows, norm.eps,
+        streams, out, h, how.norm.weight, how.router, how.matrix, norm.weight, *_added(added), rows, norm.eps,
         KIND=norm.kind, N=n, ACTIVE=how.active, **_shape(n, e, ahead),
     )  # fmt: skip
 
@@ -47,12 +72,13 @@ def correct(
     how: StreamShares,
     *,
     scale: Tensor | None = None,
+    added: AddedShares | None = None,
     ahead: bool = False,
 ) -> None:
     """All streams after the active one is computed to be x [T, E]; the active one of them, times `scale`, into h."""
     n, rows, e = streams.shape
     _correct[(rows,)](
-        predicted, x, streams, h, how.norm.weight, how.router, how.matrix, scale, rows, how.norm.eps,
+        predicted, x, streams, h, how.norm.weight, how.router, how.matrix, scale, *_added(added), rows, how.norm.eps,
         KIND=how.norm.kind, N=n, ACTIVE=how.active, **_shape(n, e, ahead),
     )  # fmt: skip
 
@@ -108,6 +134,10 @@ def gated_above(gate_up: Tensor, out: Tensor, deviations: float, kind: str, *, a
     )  # fmt: skip
 
 
+def _added(added: AddedShares | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if added is None else (added.kinds, added.shares)
+
+
 def _rows(e: int, ahead: bool) -> dict[str, Any]:
     block = max(16, triton.next_power_of_2(e))
     return {"E": e, "BLOCK": block, "AHEAD": ahead, "num_warps": min(16, max(1, block // 512)), **options(ahead)}
@@ -119,29 +149,48 @@ def _shape(n: int, e: int, ahead: bool) -> dict[str, Any]:
 
 @triton.jit
 def _kinds(
-    x, norm, router, i, there, eps,
+    x, norm, router, added, row, i, there, eps,
     KIND: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """tanh of the router's numbers of a row [WIDE]."""
+    """tanh of the router's numbers of a row, and what is added to them [WIDE]."""
     normed = unit(x, there, eps, E, KIND) * loaded(norm, i, there, KIND) * (1.0 / E)
     k, kinds = tl.arange(0, WIDE), tl.zeros((WIDE,), tl.float32)
     for j in tl.static_range(N):
         w = tl.load(router + j * E + i, mask=there, other=0.0).to(tl.float32)
         y = tl.sum(normed * w, 0)
+        if added is not None:
+            y += tl.load(added + row * N + j)
         kinds = tl.where(k == j, 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0), kinds)
     return kinds
 
 
 @triton.jit
-def _share(matrix, row, kinds, N: tl.constexpr, WIDE: tl.constexpr):
-    """The product of a row of a small matrix [.., n] with the kinds."""
+def _share(matrix, number, kinds, added, row, N: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """The product of one row of a small matrix [COUNT, n] with the kinds, and what is added to it."""
     m = tl.arange(0, WIDE)
-    return tl.sum(tl.load(matrix + row * N + m, mask=m < N, other=0.0).to(tl.float32) * kinds, 0)
+    share = tl.sum(tl.load(matrix + number * N + m, mask=m < N, other=0.0).to(tl.float32) * kinds, 0)
+    if added is not None:
+        share += tl.load(added + row * COUNT + number)
+    return share
+
+
+@triton.jit
+def _find_kinds(
+    x, out, altup_norm, router, added, eps,
+    KIND: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    launch_next(AHEAD)
+    wait(AHEAD)
+    row, i, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    there = i < E
+    active = tl.load(x + row * E + i, mask=there, other=0.0).to(tl.float32)
+    kinds = _kinds(active, altup_norm, router, added, row, i, there, eps, KIND, N, WIDE, E)
+    tl.store(out + row * N + k, kinds, mask=k < N)
 
 
 @triton.jit
 def _predict(
-    streams, out, h, altup_norm, router, matrix, norm, rows, eps,
+    streams, out, h, altup_norm, router, matrix, norm, kinds_added, shares_added, rows, eps,
     KIND: tl.constexpr, N: tl.constexpr, ACTIVE: tl.constexpr, WIDE: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -151,12 +200,12 @@ def _predict(
     there, stride = i < E, tl.cast(rows, tl.int64) * E
     at = row * E + i
     active = tl.load(streams + ACTIVE * stride + at, mask=there, other=0.0).to(tl.float32)
-    kinds = _kinds(active, altup_norm, router, i, there, eps, KIND, N, WIDE, E)
+    kinds = _kinds(active, altup_norm, router, kinds_added, row, i, there, eps, KIND, N, WIDE, E)
     for k in tl.static_range(N):
         total = tl.load(streams + k * stride + at, mask=there, other=0.0).to(tl.float32)
         for j in tl.static_range(N):
             other = tl.load(streams + j * stride + at, mask=there, other=0.0).to(tl.float32)
-            total += _share(matrix, k * N + j, kinds, N, WIDE) * other
+            total += _share(matrix, k * N + j, kinds, shares_added, row, N, N * N, WIDE) * other
         rounded = total.to(out.dtype.element_ty)
         tl.store(out + k * stride + at, rounded, mask=there)
         if k == ACTIVE:
@@ -166,7 +215,7 @@ def _predict(
 
 @triton.jit
 def _correct(
-    predicted, x, streams, h, altup_norm, router, matrix, scale, rows, eps,
+    predicted, x, streams, h, altup_norm, router, matrix, scale, kinds_added, shares_added, rows, eps,
     KIND: tl.constexpr, N: tl.constexpr, ACTIVE: tl.constexpr, WIDE: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -176,11 +225,12 @@ def _correct(
     there, stride = i < E, tl.cast(rows, tl.int64) * E
     at = row * E + i
     active = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    kinds = _kinds(active, altup_norm, router, i, there, eps, KIND, N, WIDE, E)
+    kinds = _kinds(active, altup_norm, router, kinds_added, row, i, there, eps, KIND, N, WIDE, E)
     missed = active - tl.load(predicted + ACTIVE * stride + at, mask=there, other=0.0).to(tl.float32)
     for k in tl.static_range(N):
         expected = tl.load(predicted + k * stride + at, mask=there, other=0.0).to(tl.float32)
-        y = (expected + (_share(matrix, k, kinds, N, WIDE) + 1.0) * missed).to(streams.dtype.element_ty)
+        share = _share(matrix, k, kinds, shares_added, row, N, N, WIDE) + 1.0
+        y = (expected + share * missed).to(streams.dtype.element_ty)
         tl.store(streams + k * stride + at, y, mask=there)
         if k == ACTIVE:
             if scale is not None:

@@ -24,14 +24,15 @@ def token_inputs(
     *,
     ahead: bool = False,
 ) -> None:
-    """(made × scale, normed, plus the row of a token in the table [V, L P] × √P) / √2 into out [L, T, P].
+    """(made × scale, normed, plus the row of a token in the table [V, ≥ L P] × √P) / √2 into out [L, T, P].
 
     `made` [T, L P] is what a matmul made of embeddings. A token without a row has that of 0; token -1 - i stands for
     `sampled`[i].
     """
     layers, count, size = out.shape
     _token_inputs[(count, layers)](
-        ints, sampled, made, table, how.weight, out, rows, count, table.shape[0], how.eps,
+        ints, sampled, made, table, how.weight, out, rows, count, table.shape[0],
+        table.stride(0), how.eps,
         FIELD=TOKEN, KIND=how.kind, LAYERS=layers, SIZE=size, WIDE=max(16, triton.next_power_of_2(size)), SCALE=scale,
         ROOT=size**0.5, AHEAD=ahead, num_warps=1, **options(ahead),
     )  # fmt: skip
@@ -47,7 +48,7 @@ def gate_inputs(gate: Tensor, inputs: Tensor, kind: str, *, ahead: bool = False)
 
 @triton.jit
 def _token_inputs(
-    ints, sampled, made, table, weight, out, rows, count, known, eps,
+    ints, sampled, made, table, weight, out, rows, count, known, table_row, eps,
     FIELD: tl.constexpr, KIND: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     SCALE: tl.constexpr, ROOT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +62,7 @@ def _token_inputs(
     there, at = i < SIZE, layer * SIZE + i
     x = tl.load(made + row * (LAYERS * SIZE) + at, mask=there, other=0.0).to(tl.float32) * SCALE
     x = unit(x, there, eps, SIZE, KIND) * loaded(weight, i, there, KIND)
-    x += tl.load(table + token * (LAYERS * SIZE) + at, mask=there, other=0.0).to(tl.float32) * ROOT
+    x += tl.load(table + token * table_row + at, mask=there, other=0.0).to(tl.float32) * ROOT
     y = (x * 0.7071067811865476).to(out.dtype.element_ty)
     tl.store(out + (layer * count + row) * SIZE + i, y, mask=there)
 

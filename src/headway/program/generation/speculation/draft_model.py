@@ -21,7 +21,7 @@ import numpy as np
 from headway.base.checks import check_integer
 from headway.base.errors import InvalidInput, OutOfPages, OutOfRange, Unsupported, WrongType
 from headway.base.rng import uniform
-from headway.base.specs.adapters import AdapterMix, LoadedWeights
+from headway.base.specs.adapters import OUTSIDE, AdapterMix, LoadedWeights
 from headway.base.specs.probes import Logits
 from headway.base.specs.samplers import Sampling
 from headway.base.text import short_repr
@@ -249,8 +249,13 @@ def _first_part(loaded: LoadedWeights, count: int) -> Adapter | None:
     assert isinstance(loaded, LoadedAdapter)
     parts = _first_parts.setdefault(loaded, {})
     if count not in parts:
-        layers, head = loaded.bound.layers[:count], loaded.bound.head
+        bound, head = loaded.bound, loaded.bound.head
+        layers = bound.layers[:count]
         pairs = {Target(number, role): pair for number, layer in enumerate(layers) for role, pair in layer.items()}
+        pairs |= {Target(OUTSIDE, role): pair for role, pair in bound.outer.items()}
+        if (whole := bound.outer.get("input_projection")) is not None:  # a part of it is each layer's
+            first = len(whole.b) // len(bound.layers) * count
+            pairs[Target(OUTSIDE, "input_projection")] = replace(whole, b=whole.b[:first])
         pairs |= {} if head is None else {HEAD: head}
         parts[count] = Adapter(pairs, name=loaded.name, in_order=True) if pairs else None
     return parts[count]

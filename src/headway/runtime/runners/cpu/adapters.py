@@ -31,7 +31,7 @@ class NativeAdapter:
         self._config = config
         pairs = StoredPairs(_interleaved, half=half)
         self._experts: list[ctypes.Array[LowRankStruct]] = []
-        layers = [self._layer(own, pairs) for own in adapter.layers]
+        layers = [self._layer(own, pairs) for own in adapter.places]
         self._arrays = pairs.all
         self.layers = (AdapterLayerStruct * len(layers))(*layers)
 

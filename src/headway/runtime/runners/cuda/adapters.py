@@ -1,7 +1,8 @@
 """Adapters on a CUDA device: their matrices and the table that kernels find them by, and the tiles of a step's rows.
 
 A loaded adapter has a slot of the table until its last reference is gone. A step's tiles go to the device in one copy,
-laid out by the step's `AdapterShape` alone, so that a captured graph serves every step of that shape.
+laid out by the step's `AdapterShape` alone, so that a captured graph serves every step of that shape. After the layers
+the table has as many rows as matrices outside of them take.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import Unsupported
-from headway.base.specs.adapters import AdapterMix, Mixes
+from headway.base.specs.adapters import OUTSIDE, AdapterMix, Mixes
 from headway.kernels.native.library import EXPERT_ROLES, HEAD_ROLES
 from headway.kernels.reference.lora import Piece
 from headway.kernels.reference.quantized import tensor
@@ -37,7 +38,7 @@ from headway.runtime.adapters import LoadedAdapter
 from headway.runtime.runners.adapter_rows import by_adapter
 from headway.runtime.runners.cuda.arrays import Upload, even
 from headway.runtime.runners.cuda.graphs import padded
-from headway.runtime.runners.row_adapters import ALL_STACKS, STACKS, head_on
+from headway.runtime.runners.row_adapters import ALL_STACKS, OUTER_STACKS, STACKS, head_on
 
 SLOTS = 1024  # adapters that may be loaded at once
 EACH = (*EXPERT_ROLES, *HEAD_ROLES)  # matrices of each expert and head, in the table's order
@@ -48,10 +49,12 @@ class CudaAdapter:
 
     def __init__(self, tensors: list[Tensor], slot: int, adapter: BoundAdapter, head: Piece | None = None) -> None:
         self._tensors, self.slot, self.head = tensors, slot, head
-        used = {key.partition(".")[0] for pairs in adapter.layers for key in pairs}
+        found = [(key.partition(".")[0], pair.rank) for pairs in adapter.places for key, pair in pairs.items()]
+        used = {role for role, _ in found}
         self.stacks = frozenset(stack for stack, roles in ALL_STACKS.items() if used & {*roles})
-        ranks = [("." in key, pair.rank) for pairs in adapter.layers for key, pair in pairs.items()]
-        self.rank, self.expert_rank = (max((r for own, r in ranks if own is e), default=0) for e in (False, True))
+        self.rank, self.expert_rank = (
+            max((rank for role, rank in found if (role in EACH) is own), default=0) for own in (False, True)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -159,18 +162,28 @@ class CudaAdapters:
         there = target_shapes(config)
         self._roles = [role for roles in STACKS.values() for role in roles if role in there]  # in the table's order
         assert len(self._roles) <= MATRICES
-        self._layers = [layer_targets(config, layer) for layer in range(config.layers)]
+        outer = [role for roles in OUTER_STACKS.values() for role in roles if role in there]
+        self._outer = [key for role in outer for key in _keys(role, matrices_of(config, role))]
+        self._rows = config.layers + -(-len(self._outer) // MATRICES)
+        self._layers = [layer_targets(config, layer) for layer in (*range(config.layers), OUTSIDE)]
+
+    def row(self, layer: int) -> int:
+        """Where a layer, or what is outside of them, is in the table."""
+        return self._config.layers if layer == OUTSIDE else layer
 
     def pieces(self, layer: int, stack: str) -> tuple[int, tuple[int, ...]]:
         """Of a layer's stacked matrix the first piece in the table, and the outputs of each."""
         shapes = self._layers[layer]
+        if layer == OUTSIDE:
+            keys = _keys(stack, matrices_of(self._config, stack))
+            return self._outer.index(keys[0]), (shapes[stack][0],) * len(keys)
         roles = [role for role in STACKS[stack] if role in shapes]
         return self._roles.index(roles[0]), tuple(shapes[role][0] for role in roles)
 
     @property
     def table(self) -> AdapterTable:
         if self._table is None:
-            self._table = AdapterTable.empty(SLOTS, self._config.layers, self._dtype, self._device)
+            self._table = AdapterTable.empty(SLOTS, self._rows, self._dtype, self._device)
         return self._table
 
     def load(self, adapter: BoundAdapter) -> CudaAdapter:
@@ -188,21 +201,20 @@ class CudaAdapters:
         return loaded
 
     def _fill(self, adapter: BoundAdapter, slot: int) -> list[Tensor]:
-        layers = self._config.layers
-        pointers = torch.zeros(layers, MATRICES, 2, dtype=torch.int64)
-        ranks = torch.zeros(layers, MATRICES, dtype=torch.int32)
-        factors = torch.ones(layers, MATRICES)
-        experts = torch.zeros(layers, EXPERT_MATRICES, dtype=torch.int64)
+        pointers = torch.zeros(self._rows * MATRICES, 2, dtype=torch.int64)
+        ranks = torch.zeros(self._rows * MATRICES, dtype=torch.int32)
+        factors = torch.ones(self._rows * MATRICES)
+        experts = torch.zeros(self._rows, EXPERT_MATRICES, dtype=torch.int64)
         listings: list[Tensor] = []
         stored = StoredPairs(self._on_device, half=self._half)
-        for l, pairs in enumerate(adapter.layers):
+        for l, pairs in enumerate(adapter.places):
             by_expert: dict[str, Tensor] = {}
             for key, pair in pairs.items():
                 (role, _, expert), (a, b, factor) = key.partition("."), stored.of(pair)
                 own = torch.tensor([a.data_ptr(), b.data_ptr()])
-                if not expert:
-                    i = self._roles.index(role)
-                    pointers[l, i], ranks[l, i], factors[l, i] = own, pair.rank, factor
+                if role not in EACH:
+                    at = l * MATRICES + (self._roles if l < len(adapter.layers) else self._outer).index(key)
+                    pointers[at], ranks[at], factors[at] = own, pair.rank, factor
                     continue
                 count = matrices_of(self._config, role)
                 listed = by_expert.setdefault(role, torch.zeros(count, 4, dtype=torch.int64))
@@ -212,9 +224,8 @@ class CudaAdapters:
                 listings.append(listed.to(self._device))
                 experts[l, EACH.index(role)] = listings[-1].data_ptr()
         table = self.table
-        table.pointers[slot], table.ranks[slot], table.factors[slot], table.experts[slot] = (
-            t.to(self._device) for t in (pointers, ranks, factors, experts)
-        )
+        for whole, filled in zip(table.tensors, (pointers, ranks, factors, experts), strict=True):
+            whole[slot] = filled.to(self._device).view(whole.shape[1:])
         return [*stored.all, *listings]
 
     def _on_device(self, matrix: np.ndarray, last: bool) -> Tensor:
@@ -264,6 +275,11 @@ class CudaAdapters:
             fitting = [torch.empty(1 << (needed - 1).bit_length(), dtype=torch.float32, device=self._device)]
             self._sums += fitting
         return fitting[0][:needed].view(shape.uses, PIECES, SPLITS, shape.blocks * RANKS)
+
+
+def _keys(role: str, count: int) -> list[str]:
+    """What pairs of a role outside of layers are called."""
+    return [f"{role}.{i}" for i in range(count)] or [role]
 
 
 def _rounds(mixes: Sequence[AdapterMix | None]) -> tuple[list[_Round], int, int, frozenset[str]]:

@@ -45,7 +45,8 @@ class Buffers:
         if (streams := c.description.altup) is not None:
             n, rank = streams.streams, streams.rank
             both = [torch.empty(n, rows, c.hidden_size, dtype=dtype, device=device) for _ in range(2)]
-            self.altup = AltUpBuffers(both[0], both[1], empty(c.hidden_size), empty(rank))
+            small = [empty(width, kind=torch.float32) for width in (n, n, n * n)]
+            self.altup = AltUpBuffers(both[0], both[1], empty(c.hidden_size), empty(rank), *small)
         self.beside = None
         if what is not None and what.beside_dense:
             self.beside = BesideBuffers(*(empty(c.hidden_size) for _ in range(3)))
@@ -94,12 +95,16 @@ class BesideBuffers:
 @dataclass(frozen=True, eq=False)
 class AltUpBuffers:
     """Buffers for residuals side by side [n, rows, E], as they are and as they are predicted, and for a product of low
-    rank and the rows between its matrices."""
+    rank and the rows between its matrices. The last three are for adapters, in float32: what decides how much streams
+    have of each other, and what is added to it and to the shares."""
 
     streams: Tensor
     predicted: Tensor
     raised: Tensor
     low: Tensor
+    kinds: Tensor  # [rows, n]
+    into: Tensor  # [rows, n]
+    shares: Tensor  # [rows, n n]
 
 
 class LatentBuffers:

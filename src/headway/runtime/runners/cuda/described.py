@@ -191,7 +191,7 @@ class DescribedLayers:
             assert rows.inputs is not None
             fused.add_and_norm(x, None, None, add=delta, after=after, scale=scale, ahead=self._ahead)
             delta, after = rows.delta[:n], norms.after_token
-            self._tokens.take(l, rows.x, rows.inputs[l], rows.delta, buffers)
+            self._tokens.take(l, rows.x, rows.inputs[l], rows.delta, buffers, adapters=adapters)
             scale = 1.0
         fused.add_and_norm(x, h, following, add=delta, after=after, scale=scale, factor=factor, ahead=self._ahead)
         mark("norm")

@@ -30,7 +30,8 @@ from headway.runtime.runners.cuda.adapters import EACH, CudaAdapters, StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers
 from headway.runtime.runners.row_adapters import EXPERT_STACKS
 
-Place = tuple[int, str] | tuple[int, str, int]  # a matmul: its layer, its name there, and which piece of it if not all
+# A matmul: its layer or `OUTSIDE`, its name there, and which piece of it if not all.
+Place = tuple[int, str] | tuple[int, str, int]
 
 
 class Matmuls:
@@ -106,7 +107,8 @@ class Matmuls:
         first, outputs = self.adapters.pieces(l, stack)
         if piece:
             first, outputs = first + piece[0], outputs[piece[0] :][:1]
-        return [LowRankTerm(self.adapters.table, l, first, outputs, some, tiles.sums) for some in tiles.rounds]
+        row = self.adapters.row(l)
+        return [LowRankTerm(self.adapters.table, row, first, outputs, some, tiles.sums) for some in tiles.rounds]
 
     def expert_terms(self, l: int, stack: str, tiles: StepTiles | None) -> list[ExpertTerm]:
         """What adapters add to a matmul of experts or of heads, round by round."""

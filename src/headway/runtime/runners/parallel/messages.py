@@ -213,6 +213,7 @@ WHOLE = ("router", "shared_router")  # matrices that every rank has
 
 def adapter_message(adapter: BoundAdapter, number: int) -> RankMessage:
     """The layers' matrices of an adapter, whole; the head's stay with the controller."""
+    assert not adapter.outer, "models with such matrices are not split"
     listed: list[Any] = []
     arrays: list[np.ndarray] = []
     for layer, pairs in enumerate(adapter.layers):

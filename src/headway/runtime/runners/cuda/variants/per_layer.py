@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.base.specs.adapters import OUTSIDE
 from headway.kernels.triton import fused
 from headway.kernels.triton.fused import HeadConfig, RowNorm
 from headway.kernels.triton.variants.token_inputs import gate_inputs, token_inputs
 from headway.models.described import DescribedLayer
+from headway.models.layers import Linear
 from headway.models.variants.per_layer import ExpertsBeside
 from headway.runtime.runners.cuda.adapters import StepTiles
 from headway.runtime.runners.cuda.buffers import Buffers, fit
@@ -46,19 +48,22 @@ class TokenInputs:
         room = buffers.tokens
         assert room is not None
         made, inputs = room.made[:n], fit(room.inputs, len(self._layers), n, len(self._norm.weight))
-        self._matmuls.multiply(buffers.x[:n], d.input_projection, made)
+        place, projection = (OUTSIDE, "input_projection"), Linear(d.input_projection)
+        self._matmuls.project(place, buffers.x[:n], projection, made, step.adapters)
         scale, ahead = d.config.hidden_size**-0.5, self._matmuls.ahead
         token_inputs(step.ints, step.rows, sampled, made, d.token_inputs, self._norm, inputs, scale, ahead=ahead)
         return inputs
 
-    def take(self, l: int, reads: Tensor, inputs: Tensor, out: Tensor, buffers: Buffers) -> None:
+    def take(
+        self, l: int, reads: Tensor, inputs: Tensor, out: Tensor, buffers: Buffers, *, adapters: StepTiles | None
+    ) -> None:
         """What a layer takes of `inputs` [T, P], by rows [R, E] that may be more, before its norm."""
         layer, room = self._layers[l], buffers.tokens
         assert room is not None
         gate = room.gate[: len(reads)]
-        self._matmuls.multiply(reads, layer.input_gate.weight, gate)
+        self._matmuls.project((l, "input_gate"), reads, layer.input_gate, gate, adapters)
         gate_inputs(gate[: len(inputs)], inputs, self._activation, ahead=self._matmuls.ahead)
-        self._matmuls.multiply(gate, layer.input_out.weight, out)
+        self._matmuls.project((l, "input_out"), gate, layer.input_out, out, adapters)
 
 
 @dataclass(frozen=True, eq=False)
