@@ -168,6 +168,12 @@ def test_cached_preempted_and_saved_pages_are_the_same(case: Case) -> None:
             assert_close(logit_rows(opened, case.tokens[21:]), case.expected[21:], name)
     assert case.engine.stats().tokens - before == 2 * (N - 21)  # nothing was computed again
     case.engine.delete("latent-durable")
+    with case.engine.context().fill(case.tokens) as context:  # nothing is computed yet: no page is saved
+        context.save("latent-empty", durable=True)
+    opened = case.engine.take("latent-empty")
+    assert opened is not None
+    with opened:
+        assert (opened.seq_len, opened.pending) == (0, tuple(case.tokens))
 
 
 def test_pages_in_host_memory_come_back_as_they_were(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +82,9 @@ class LayerPool(HostPool):
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
         index = np.array(pages, np.int64)
-        slots = [part[0, index].reshape(len(index), self._slot[0], 1, -1) for part in self._parts]
+        slots = [
+            part[0, index].reshape(len(index), self._slot[0], 1, math.prod(part.shape[-2:])) for part in self._parts
+        ]
         return np.concatenate(slots, -1)[None, None]
 
     def write(self, pages: Sequence[int], data: np.ndarray) -> None:
