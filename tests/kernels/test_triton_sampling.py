@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -117,6 +118,21 @@ def test_what_ties_for_the_last_place_of_top_k_binds_no_ties_above_it() -> None:
     logits = torch.tensor([[1.0] * 38 + [0.5] * 32 + [-1.0] * 9000], device=DEVICE)
     for way in (Sampling(top_k=40, top_p=0.9), Sampling(top_k=40, top_p=0.99), Sampling(top_p=0.9), Sampling(top_k=40)):
         agree(logits.expand(9, -1).contiguous(), [reference.RowSampler(way, (i + 0.5) / 9) for i in range(9)])
+
+
+def test_a_row_with_the_largest_numbers_is_cut_in_as_few_passes() -> None:
+    """An infinity, and what is as far away from others as numbers are."""
+    largest = float(np.finfo(np.float32).max)
+    plain = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 600)) * 3).float().to(DEVICE)
+    draws = [reference.RowSampler(way, 0.4) for way in (Sampling(top_k=50), Sampling(top_p=0.9))]
+    seconds = []
+    for changed in ([], [np.inf], [largest, -largest], [-largest] * 100):
+        logits = plain.repeat(len(draws), 1)
+        logits[:, : len(changed)] = torch.tensor(changed)
+        start = time.perf_counter()
+        agree(logits, draws)
+        seconds.append(time.perf_counter() - start)
+    assert max(seconds[1:]) < 15 * seconds[0]
 
 
 def test_broken_rows_are_told_apart_and_disturb_no_other() -> None:

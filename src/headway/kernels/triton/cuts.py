@@ -28,6 +28,7 @@ BLOCK = 2048  # logits per vector where one program reads a whole row, four vect
 FIRST_LEVELS, LEVELS = 8, 16
 NEAR = 256  # scores of a piece near the edge, at most
 LOW, HIGH, ABOVE, GOAL, PEAK, SEARCHED, MARKS = 0, 1, 2, 3, 4, 5, 6
+LARGEST = tl.constexpr(3.4028234663852886e38)  # the largest number
 
 
 class Kinds(NamedTuple):
@@ -197,6 +198,13 @@ def _between(levels, above, goal, low, high, over):
 
 
 @triton.jit
+def _along(left, right, share):
+    """Levels at shares of the way from one number to another, all of them finite."""
+    left = tl.maximum(left, -LARGEST)
+    return left + tl.minimum(right - left, LARGEST) * share
+
+
+@triton.jit
 def _aim(
     row_ints, row_floats, floats, ints, levels, amounts, marks, edges, ties, decided,
     FIRST: tl.constexpr, BEFORE: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr,
@@ -234,7 +242,7 @@ def _aim(
                     left, right, over = edge, edge, last
             if left < right:
                 left, right, over = _between(tl.load(levels + index * ROOM + i), above, goal, left, right, over)
-            wanted = left + (right - left) * (n / (LEVELS + 1))
+            wanted = _along(left, right, n / (LEVELS + 1))
         else:
             left, right, over = low - tl.maximum(tl.abs(low), 1.0) * 1e-6, peak, (top_k * 0).to(tl.float64)
             step = (peak - low) / (LEVELS + 1)
@@ -341,7 +349,8 @@ def _settle(
                     one = weight_of(before, peak, rate).to(tl.float64)
                     total = _beyond(line, bits, mask, before, peak, rate, vocab, True, BLOCK) + one * stay
                 goal = tl.load(row_floats + index * 4 + 1) * total
-            edge = _edge(line, bits, mask, before, peak, goal, peak, rate, vocab, MASS, BLOCK)
+            least = tl.where(peak < float("inf"), before, tl.maximum(before, LARGEST))  # beside inf none has a weight
+            edge = _edge(line, bits, mask, least, peak, goal, peak, rate, vocab, MASS, BLOCK)
             over = _beyond(line, bits, mask, edge, peak, rate, vocab, MASS, BLOCK)
         if MASS:
             one = weight_of(edge, peak, rate).to(tl.float64)
@@ -413,7 +422,7 @@ def _seen(s, level, peak, rate, amount, up, down, MASS: tl.constexpr):
 @triton.jit
 def _between_three(low, high):
     """Three levels between two scores."""
-    half = low + (high - low) * 0.5
+    half = low + (high * 0.5 - low * 0.5)
     half = tl.where(half < high, half, low)
     left = tl.where(half > low, low + (half - low) * 0.5, low)
     right = half + (high - half) * 0.5
