@@ -206,6 +206,10 @@ def test_files_that_are_missing_or_pickles(tmp_path: Path) -> None:
     for values in ({"x": 3}, {3: torch.ones(1)}, [torch.ones(1)]):
         with pytest.raises(hw.WrongType):
             hw.Adapter.from_tensors(values)  # type: ignore[arg-type]
+    name, matrix = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(2, 4)
+    for value, why in ((matrix.to("meta"), "meta device"), (matrix.to_sparse(), "sparse_coo, not dense")):
+        with pytest.raises(hw.BadModelFile, match=why):
+            hw.Adapter.from_tensors({name: value, name.replace("_A", "_B"): matrix.T})
 
 
 GGUF: dict[str, Any] = {

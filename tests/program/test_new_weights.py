@@ -116,6 +116,8 @@ def test_what_is_wrong_changes_nothing(engines: tuple[hw.Engine, hw.Engine], mod
         ({**good, name: good[name] * float("nan")}, "not finite"),
         ({**good, name: good[name].long()}, "floats"),
         ({**good, name: "x"}, "floats"),
+        ({**good, name: good[name].to("meta")}, "is on the meta device, without numbers"),
+        ({**good, name: good[name].to_sparse()}, "is sparse_coo, not dense"),
         ([1], "mapping"),
     ]
     for tensors, says in cases:

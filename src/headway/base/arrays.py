@@ -85,6 +85,16 @@ def is_tensor(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
 
 
+def unreadable(value: Any) -> str | None:
+    """Why a value that may be a tensor cannot be read as an array, as in "it is …"; None if it can."""
+    if not is_tensor(value):
+        return None
+    if value.is_meta:
+        return "on the meta device, without numbers"
+    layout = str(value.layout).removeprefix("torch.")
+    return f"{layout}, not dense" if layout != "strided" else "quantized" if value.is_quantized else None
+
+
 def from_tensor(tensor: Any) -> np.ndarray:
     """A tensor of torch, or an array, as an array; it shares memory with a tensor on the CPU."""
     if isinstance(tensor, np.ndarray):

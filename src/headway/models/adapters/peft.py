@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.arrays import from_tensor, is_tensor
+from headway.base.arrays import from_tensor, is_tensor, unreadable
 from headway.base.checks import check_integer, check_number
 from headway.base.dataclass import dataclass
 from headway.base.errors import BadModelFile, ModelNotFound, Unsupported, WrongType
@@ -106,6 +106,8 @@ def read_tensors(
             raise WrongType(f"{short_repr(name)} is {short_repr(tensor)}; give a dict from names to tensors or arrays")
         if isinstance(tensor, np.ndarray) and tensor.dtype.kind != "f":
             raise BadModelFile(f"{short_repr(name)} is an array of {tensor.dtype}; floats are needed")
+        if (why := unreadable(tensor)) is not None:
+            raise BadModelFile(f"{short_repr(name)} is {why}; dense tensors are needed")
     limits.check_bytes("the adapter", sum(tensor.nbytes for tensor in tensors.values()))
     copies = {name: np.array(from_tensor(tensor), order="C") for name, tensor in tensors.items()}
     if config is not None and not isinstance(config, Mapping):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.base.arrays import aligned, from_tensor, is_tensor, narrow, widen
+from headway.base.arrays import aligned, from_tensor, is_tensor, narrow, unreadable, widen
 from headway.base.errors import InvalidInput, Unsupported, WrongType
 from headway.base.text import short_repr
 from headway.kernels.host.quantized import (
@@ -125,6 +125,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _weight(name: object, value: Any) -> Any:
+    if (why := unreadable(value)) is not None:
+        raise WrongType(f"the weight {short_repr(name)} is {why}; it must be a dense tensor")
     if is_tensor(value) and value.is_floating_point():
         return value.detach()
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":
