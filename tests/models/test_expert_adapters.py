@@ -222,6 +222,20 @@ def test_an_adapter_of_older_modules_is_what_peft_makes_of_it(tmp_path: Path) ->
         assert_close(all_logits(engine, TOKENS, hw.Adapter.load(tmp_path / "adapter")), expected)
 
 
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3-moe", "olmoe", "deepseek-v2"))]
+)
+def test_modules_that_peft_makes_parameters_are_beside_others(name: str, tmp_path: Path) -> None:
+    """Of the older names of experts it makes parameters without a place, such as `down_proj`."""
+    _, model = family_model(name)
+    experts = ("w1", "w2", "w3") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    wrapped = with_lora(model, target_modules=["q_proj", "o_proj", "kv_b_proj", "gate", *experts])
+    assert "down_proj" in wrapped.peft_config["default"].target_parameters
+    adapter = hw.Adapter.load(save_lora(tmp_path / "adapter", wrapped))
+    with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=16, threads=1) as engine:
+        assert_close(all_logits(engine, TOKENS, adapter), logits_of(wrapped, TOKENS))
+
+
 def test_parameters_may_have_ranks_of_their_own(tmp_path: Path) -> None:
     _, model = family_model("qwen2-moe")
     wrapped = adapted(

@@ -266,6 +266,8 @@ class _Config:
         PEFT puts several of one module around each other: the first is the innermost.
         """
         inner = module.removesuffix(".base_layer")
+        if not inner.endswith(".experts"):  # others have modules of these names
+            return None
         around = (len(module) - len(inner)) // len(".base_layer")
         names = [name for name in OF_EXPERTS if self.rules.has_parameter(f"{inner}.{name}")]
         if around >= len(names):
