@@ -339,7 +339,9 @@ def test_quantized_weights_give_the_logits_of_the_reference(
     if name in BITWISE:
         np.testing.assert_array_equal(*found)
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
-    least = 0.6 if name in BITWISE and quantize == "int4" else 0.9  # their scores are not scaled down
+    least = 0.9
+    if quantize == "int4":  # scores that are not scaled down; experts that rounding chooses otherwise
+        least = 0.6 if name in BITWISE else 0.8 if name == "deepseek-v3" else 0.9
     assert np.corrcoef(found[0].ravel(), reference_logits(model, tokens).ravel())[0, 1] > least
 
 

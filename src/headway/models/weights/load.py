@@ -39,6 +39,7 @@ from headway.models.weights.rows import half_split
 from headway.models.weights.shapes import Shapes, layer_shapes, model_shapes
 
 FLOAT_ROLES = ("mix_beta", "mix_step", "altup_predict", "altup_correct")  # that `quantize` leaves as they are
+LATENT_ROLES = ("q_down", "q_up", "kv_down", "key_up", "value_up")  # that have 8 bits at least
 LoadProgress = Callable[[int, int], None]  # layers done, total layers
 
 
@@ -237,10 +238,11 @@ class _QuantizedReader:
 
     def _how(self, role: str) -> str | None:
         """What floats are quantized to. Every token passes through embedding and output, and what a router says
-        decides, as do a recurrence's step and beta and shares of streams: they keep more precision."""
+        decides, as do a recurrence's step and beta and shares of streams, and all heads read the same latent vector:
+        they keep more precision."""
         if self.quantize is None or "router" in role or role in FLOAT_ROLES:
             return None
-        return "int8" if role in ("embedding", "output", "token_inputs") else self.quantize
+        return "int8" if role in ("embedding", "output", "token_inputs", *LATENT_ROLES) else self.quantize
 
     def _array(self, role: str, shape: tuple[int, ...], at: str, dtype: str | None) -> np.ndarray:
         """The weight of a role as floats, of the type that it is stored in unless one is asked for."""
