@@ -16,12 +16,15 @@ import pytest
 import torch
 
 import headway as hw
+from headway.kernels.host.expert_form import FP4, ExpertForm
 from headway.models.description import Description, Experts
 from headway.models.quantized.fp4 import Fp4Experts
+from headway.models.quantized.int_experts import GroupedMatrix, IntExperts
 from headway.testing import random_adapter, random_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.checks import logit_rows
 from support.descriptions import ALL, EXPERTS
 
 pytestmark = [
@@ -152,29 +155,76 @@ def test_adapters_give_what_torch_gives(name: str, monkeypatch: pytest.MonkeyPat
     near(found[1], found[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_in_mxfp4_give_what_their_floats_give(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+FORMS = (
+    *(FP4, ExpertForm("int4"), ExpertForm("int4", minimum=True), ExpertForm("int8"), ExpertForm("int8", minimum=True)),
+    *(ExpertForm(kind, 32, True, True) for kind in ("int4", "int8")),
+    *(ExpertForm(kind, 16, True) for kind in ("int4", "int8")),
+    ExpertForm("int4", 16, True, True),
+    ExpertForm("int8", 32, True),
+)
+
+
+def quantized(form: ExpertForm, shape: torch.Size, dtype: torch.dtype, seed: int) -> Fp4Experts | IntExperts:
+    """Experts of any numbers of a form, of about the size that random floats have."""
+    count, n, k = shape
+    generator, gated = torch.Generator().manual_seed(seed), n > k
+
+    def draw(*size: int, low: int = 0, high: int = 256) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=generator).to("cuda", torch.int8 if low < 0 else torch.uint8)
+
+    if form.kind == "fp4":
+        return Fp4Experts.of(
+            draw(count, n, k // 2), draw(count, n, k // 32, low=122, high=126), None, dtype, gated=gated
+        )
+    largest = 0.1 / (8 if form.kind == "int4" else 128) / (32 if form.steps else 1)
+    matrices = []
+    for _ in range(count):
+        parts: dict[str, Any] = {}
+        for name in ("scale", "minimum")[: 1 + form.minimum]:
+            size = n, k // 256 if form.steps else k // form.group
+            parts[name] = (torch.rand(*size, generator=generator) * largest).half().to("cuda")
+            if form.steps:
+                steps = draw(n, k // form.group, low=-32, high=32)
+                parts["minimum_steps" if name == "minimum" else "steps"] = steps
+        quants = draw(n, k, high=16 if form.kind == "int4" else 256)
+        matrices.append(GroupedMatrix(quants, **parts, zero=form.zero))
+    return IntExperts.of(form, matrices, dtype, gated=gated)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_quantized_experts_give_what_their_floats_give(
+    dtype: str, form: ExpertForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with adapters; and in deterministic mode the same bits, however rows arrive."""
+    if form == FP4 and dtype == "float16":
+        pytest.skip("it becomes floats there")
     monkeypatch.setenv("HEADWAY_NATIVE", "auto")
-    what = Description(sinks=True, experts=Experts(4, 2, 64, router_bias=True, bias=True, clamp=2.0, alpha=1.7))
-    sizes = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2, "description": what}
+    what = Description(sinks=True, experts=Experts(4, 2, 256, router_bias=True, bias=True, clamp=2.0, alpha=1.7))
+    sizes = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "layers": 2, "description": what}
     floats: Any = random_model(device="cuda", dtype=dtype, **sizes)
-    generator, layers, dense = torch.Generator().manual_seed(0), [], []
-    for layer in floats.layers:
-        parts: dict[str, Fp4Experts] = {}
+    layers, dense = [], []
+    for l, layer in enumerate(floats.layers):
+        parts: dict[str, Any] = {}
         for name in ("gate_up", "down"):
             matrix = getattr(layer, name)
-            count, n, k = matrix.weight.shape
-            codes = torch.randint(0, 256, (count, n, k // 2), generator=generator).to("cuda", torch.uint8)
-            scales = torch.randint(122, 126, (count, n, k // 32), generator=generator).to("cuda", torch.uint8)
-            parts[name] = Fp4Experts.of(codes, scales, matrix.bias, matrix.weight.dtype, gated=name == "gate_up")
+            kept = quantized(form, matrix.weight.shape, matrix.weight.dtype, l)
+            parts[name] = replace(kept, bias=matrix.bias)
         layers.append(replace(layer, **parts))
         dense.append(replace(layer, **{name: part.dense() for name, part in parts.items()}))
     tokens, found = draw(120, 3), []
+    adapter = random_adapter(floats.config, roles=("expert_gate", "expert_up", "expert_down"))
     for kept in (layers, dense):
         decoder = replace(floats, layers=tuple(kept))
         with hw.Engine(decoder, device="cuda", pages=64) as engine:
             assert engine.info.runner == "triton"
             rows = [engine.run(rows_of, tokens, cuts) for cuts in ([], [60, 61, 62, 63])]
+            with engine.context() as context:
+                rows.append(logit_rows(context, tokens[:20], adapter))
             found.append(np.concatenate(rows))
     away, largest = np.abs(found[0] - found[1]).max(1), np.abs(found[1]).max()
     assert np.median(away) <= (1e-4 if dtype == "float32" else 0.1) * largest
+    with hw.Engine(replace(floats, layers=tuple(layers)), device="cuda", pages=64, deterministic=True) as engine:
+        whole = engine.run(rows_of, tokens, [])
+        engine.cache.clear()
+        assert np.array_equal(engine.run(rows_of, tokens, [60, 61, 62, 63]), whole)

@@ -19,7 +19,6 @@ from headway.kernels.triton.expert_rows import Router  # noqa: E402
 from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
 from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
 from headway.kernels.triton.matvec import RmsNorm  # noqa: E402
-from headway.models.quantized.fp4 import Fp4Experts  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 TILE = MatmulTile(16, 32, 32, stages=2)
@@ -108,27 +107,6 @@ def test_every_pair_is_multiplied_by_the_matrices_of_its_expert(by_block: bool, 
             torch.testing.assert_close(hidden[row * k + j], middle, atol=1e-3, rtol=1e-3)
             total = total + (down[expert] @ middle + down_bias[expert]) * routes.weights[row, j]
         torch.testing.assert_close(out[row], total, atol=2e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("by_block", "together"), [(False, True), (True, False), (True, True)])
-def test_matrices_in_mxfp4_are_multiplied_as_their_floats(by_block: bool, together: bool) -> None:
-    """Those that are stored for a gate also without it, for what adapters add."""
-    rows, count, k, wide, inner = 9, 3, 2, 96, 40
-    generator = torch.Generator().manual_seed(3)
-    codes = torch.randint(0, 256, (count, 2 * inner, wide // 2), generator=generator).to(DEVICE, torch.uint8)
-    scales = torch.randint(120, 130, (count, 2 * inner, wide // 32), generator=generator).to(DEVICE, torch.uint8)
-    bias = draw(count, 2 * inner, seed=4)
-    routes, x = empty_routes(rows, k), draw(rows, wide)
-    experts.route(draw(rows, count, seed=5), routes, normalize=True)
-    by = ordered(routes.chosen, count, TILE.rows) if by_block else None
-    for gate, n in ((ExpertGate("silu", 7.0, 1.7), inner), (None, 2 * inner)):
-        kept = Fp4Experts.of(codes, scales, bias, torch.float32, gated=gate is not None or together)
-        found, expected = (torch.full((rows * k, n), float("nan"), device=DEVICE) for _ in range(2))
-        how = {"by": by, "gate": gate}
-        operand = ExpertOperand(kept.words, bias, kept.scales, kept.exponent, kept.gated)
-        experts.expert_matmul(x, operand, found, routes, TILE, **how)
-        experts.expert_matmul(x, ExpertOperand(kept.weight, bias), expected, routes, TILE, **how)
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

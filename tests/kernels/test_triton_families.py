@@ -233,7 +233,13 @@ def test_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(dense.layers[0].down.weight, down.swapaxes(1, 2))
 
 
-STORED = [("gpt-oss", "MXFP4", "mxfp4")]  # a family, how its file has experts, and what they are called on a device
+STORED = [  # a family, how its file has experts, and what they are called on a device
+    ("gpt-oss", "MXFP4", "mxfp4"),
+    ("qwen3-moe", "Q4_0", "int4"),
+    ("gpt-oss", "Q5_1", "int8"),
+    ("llama4", "Q8_0", "int8"),
+    pytest.param("gemma4-experts", "Q4_1", "int4", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("name", "kind", "label"), STORED)
@@ -241,14 +247,20 @@ def test_experts_of_a_gguf_file_stay_as_they_are_stored(
     name: str, kind: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They give what torch gives of their floats; other matrices are floats in both."""
-    folder, tokens, found = tmp_path / "folder", random_tokens(97, 7), []
-    _, model = family_model(name, seed=3, intermediate_size=32, num_hidden_layers=1)
+    folder, tokens, found, adapted = tmp_path / "folder", random_tokens(97, 7), [], []
+    sizes = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1 + (name == "llama4")}
+    _, model = family_model(name, seed=3, **({"moe_intermediate_size": 32} if name == "gemma4-experts" else sizes))
     path = write_family(tmp_path / "m.gguf", save_hf(folder, model), model, kind=kind)
     for mode in ("triton", "off"):
         monkeypatch.setenv("HEADWAY_NATIVE", mode)
         with hw.Engine(path, device=DEVICE, dtype="float32", pages=8, threads=1) as engine:
             assert engine.info.format == (f"float32, {label} experts" if mode == "triton" else "float32")
-            assert (engine.info.weight_bytes < 3.5 * engine.info.parameters) == (mode == "triton")
+            assert (engine.info.weight_bytes < 3.8 * engine.info.parameters) == (mode == "triton")
+            adapter = random_adapter(engine.config, roles=engine.capabilities.adapters)
             with engine.context() as context:
                 found.append(np.concatenate([logit_rows(context, tokens[:6]), logit_rows(context, tokens[6:])]))
+            with engine.context() as context:
+                adapted.append(logit_rows(context, tokens[:6], adapter))
     assert_close(*found)
+    assert_close(*adapted)
+    assert np.abs(adapted[0] - found[0][:6]).max() > 1e-3 * np.abs(found[0]).max()

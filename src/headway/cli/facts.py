@@ -93,6 +93,8 @@ def read_model(path: Path) -> ModelFacts:
         kinds = Counter(weights.stored(name) for name in names)
         stored = sum(weights.nbytes(name) for name in names)
         in_memory = _in_memory(weights, native=why_not_native is None)
+        if config.description.experts is not None and why_no_triton_layers(config) is None:
+            in_memory = "; ".join(filter(None, (in_memory, _on_cuda(path, config, weights))))
         kept = kept_bytes(weights, config).total()
     return ModelFacts(
         path=path,
@@ -150,6 +152,15 @@ def _in_memory(weights: Weights, *, native: bool) -> str:
                 floats[kind] = None
     parts = [f"{kind} stays quantized on a CPU ({', '.join(labels)})" for kind, labels in kept.items()]
     return "; ".join([*parts, *(f"{kind} becomes floats when it is loaded" for kind in floats)])
+
+
+def _on_cuda(path: Path, config: ModelConfig, weights: Weights) -> str:
+    """Which experts stay quantized where Triton kernels compute."""
+    from headway.models.weights.kept_forms import kept_weights
+    from headway.models.weights.roles import Roles
+
+    kinds = dict.fromkeys(kind for kind, _ in kept_weights(Roles.of(path, config, weights), "bfloat16").values())
+    return f"experts in {', '.join(kinds)} stay so on a CUDA device" if kinds else ""
 
 
 def _span(window: object) -> int:

@@ -182,13 +182,15 @@ def weights_with_experts(path: Path, kind: str, item: int) -> StoredWeights | No
     """The size of floats beside experts that stay quantized with Triton kernels; None without such ones."""
     from headway.models.config import read_config
     from headway.models.files.weights import open_weights
-    from headway.models.weights.kept_experts import kept_names
+    from headway.models.weights.kept_forms import kept_weights
     from headway.models.weights.roles import Roles
 
     with open_weights(path) as weights:
-        kept = dict(kept_names(Roles.of(path, read_config(path), weights), kind))
-        sizes = [weights.nbytes(name) if name in kept else item * prod(weights.shape(name)) for name in weights.names()]
-    return StoredWeights(f"{', '.join(dict.fromkeys(kept.values()))}, {kind}", sum(sizes)) if kept else None
+        kept = kept_weights(Roles.of(path, read_config(path), weights), kind)
+        floats = sum(item * prod(weights.shape(name)) for name in weights.names() if name not in kept)
+    kinds = dict.fromkeys(stored for stored, _ in kept.values())
+    total = floats + sum(each for _, each in kept.values())
+    return StoredWeights(f"{', '.join(kinds)}, {kind}", total) if kept else None
 
 
 def show_fit(fit: MemoryFit, device: str) -> None:

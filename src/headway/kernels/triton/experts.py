@@ -11,6 +11,7 @@ end at once. The bits of a pair depend on its row and the tile, not on which pai
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.host.expert_form import FP4, ExpertForm
 from headway.kernels.triton.fused import activated
 from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.matmul import MatmulTile
@@ -44,13 +46,15 @@ class ExpertBlocks:
 class ExpertOperand:
     """A matrix [N, K] for each of X experts, and biases [X, N] or none.
 
-    Without scales `weight` [X, N, K] are floats. With them it is in MXFP4, as `models.quantized.fp4` stores it; e below
-    2, about 10^-38, may be taken for 0.
+    Without a form `weight` [X, N, K] are floats. With one they are words, as `models.quantized.fp4` or `int_experts`
+    stores them; scales of MXFP4 below 2^-125 may be taken for 0.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    form: ExpertForm | None = None
     scales: Tensor | None = None
+    halves: Tensor | None = None
     exponent: int = 0
     gated: bool = False
 
@@ -136,18 +140,25 @@ def expert_matmul(
     """
     pairs, n, k = routes.chosen.numel(), y.shape[1], x.shape[1]
     assert w.weight.is_contiguous() and x.stride(1) == 1  # noqa: PT018
-    assert gate is None or w.scales is None or w.gated
+    assert gate is None or w.form is None or w.gated
     blocks = pairs if by is None else len(by.blocks)
     how = gate or ExpertGate("")
     _expert_matmul[(blocks, triton.cdiv(n, tile.outputs))](
-        x, w.weight, w.scales, y, w.bias, routes.chosen if by is None else by.order, None if by is None else by.blocks,
-        routes.weights if weighted else None, n, k, x.stride(0),
+        x, w.weight, w.scales, w.halves, y, w.bias, routes.chosen if by is None else by.order,
+        None if by is None else by.blocks, routes.weights if weighted else None, n, k, x.stride(0),
         PER=pairs // x.shape[0], GATED=gate is not None, PAIRED=w.gated, KIND=how.activation, CLAMP=how.clamp or 0.0,
         ALPHA=how.alpha, FACTOR=2.0**w.exponent, EVEN=k % tile.inputs == 0 and n % tile.outputs == 0,
-        BM=tile.rows, BN=tile.outputs, BK=tile.inputs,
+        BM=tile.rows, BN=tile.outputs, BK=tile.inputs, **form_options(w.form),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=ahead,
         num_warps=tile.warps, num_stages=tile.stages, **options(ahead),
     )  # fmt: skip
+
+
+def form_options(form: ExpertForm | None) -> dict[str, Any]:
+    """What kernels are made for."""
+    how = form or FP4
+    kind = "float" if form is None else how.kind
+    return {"FORM": kind, "GROUP": how.group, "STEPS": how.steps, "MINIMUM": how.minimum}
 
 
 def combine(
@@ -344,10 +355,10 @@ def _float_sums(
 
 
 @triton.jit
-def _fp4(words, scales, strip, r, h: tl.constexpr, k, mask, K, kind: tl.constexpr):
+def _fp4(words, scales, strip, r, h: tl.constexpr, k, mask, K):
     """The inputs k of outputs r + 8 h of strips in MXFP4, as floats."""
     at = strip * ((K + 63) // 64) + k // 64
-    word = tl.load(words + at * 128 + (r * 4 + k // 8 % 4) * 4 + k // 32 % 2 * 2 + k // 4 % 2, mask=mask, other=0)
+    word = tl.load(words + at * 128 + _place(r, k, 32), mask=mask, other=0)
     own = strip * ((K + 255) // 256) + k // 256
     f = tl.load(scales + own * 128 + r * 16 + k // 32 % 8 * 2 + h, mask=mask, other=0).to(tl.int32)
     bits, second = word >> k % 2 * 16, k // 2 % 2 == 1
@@ -361,16 +372,66 @@ def _fp4(words, scales, strip, r, h: tl.constexpr, k, mask, K, kind: tl.constexp
     exponent, mantissa = exponent & 3, mantissa & 1
     doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << (tl.maximum(exponent, 1) - 1))
     signed = tl.where((sign & 1) == 1, -doubled, doubled).to(tl.float32)
-    return (signed * (tl.maximum(f - 127, 0) << 23).to(tl.float32, bitcast=True)).to(kind)  # 2^(e - 128)
+    return signed * (tl.maximum(f - 127, 0) << 23).to(tl.float32, bitcast=True)  # 2^(e - 128)
 
 
 @triton.jit
-def _fp4_sums(
-    xs, weight, scales, expert, n, o, there, given, total, up, K,
-    WEIGHTED: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, FACTOR: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _place(r, k, GROUP: tl.constexpr):
+    """The word, of 128, that has input k of outputs r and perhaps r + 8."""
+    q, t = k // 8 % 4, k // 4 % 2
+    if GROUP == 16:
+        q, t = k // 4 % 4, k // 16 % 2
+    return (r * 4 + q) * 4 + k // 32 % 2 * 2 + t
+
+
+@triton.jit
+def _group_numbers(
+    scales, halves, own, r, h: tl.constexpr, k, mask,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, MINIMUM: tl.constexpr, OF_MINIMUM: tl.constexpr,
 ):  # fmt: skip
-    """The same of matrices in MXFP4, of which a strip has 16 outputs or, PAIRED, eight and those as far above them."""
+    """The scales of inputs k of outputs r + 8 h, or their minima, in float32."""
+    EACH: tl.constexpr = 16 if STEPS else 8  # numbers of a line
+    LINES: tl.constexpr = 512 // GROUP // EACH
+    at = k % 256 // GROUP * 2 + h
+    line = own * (LINES * 2 if MINIMUM else LINES) + at // EACH + (LINES if OF_MINIMUM else 0)
+    if STEPS:
+        word = tl.load(scales + line * 32 + r * 4 + at % EACH // 4, mask=mask, other=0)
+        step = (word << (24 - at % 4 * 8)) >> 24
+        half = tl.load(halves + own * 32 + r * 4 + h + (2 if OF_MINIMUM else 0), mask=mask, other=0.0)
+        return step.to(tl.float32) * half.to(tl.float32)
+    else:
+        word = tl.load(scales + line * 32 + r * 4 + at % EACH // 2, mask=mask, other=0)
+        return (word >> at % 2 * 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _ints(
+    words, scales, halves, strip, r, h: tl.constexpr, k, mask, K,
+    FORM: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """The inputs k of outputs r + 8 h of strips in integers, as floats."""
+    at, place = strip * ((K + 63) // 64) + k // 64, _place(r, k, GROUP)
+    if FORM == "int8":
+        word = tl.load(words + at * 256 + h * 128 + place, mask=mask, other=0)
+        units = (word >> k % 4 * 8 & 255) - 128
+    else:
+        word = tl.load(words + at * 128 + place, mask=mask, other=0)
+        units = (word >> (k // 2 % 2 * 8 + k % 2 * 16 + 4 * h) & 15) - (0 if MINIMUM else 8)
+    own = strip * ((K + 255) // 256) + k // 256
+    scale = _group_numbers(scales, halves, own, r, h, k, mask, GROUP, STEPS, MINIMUM, False)
+    values = units.to(tl.float32) * scale
+    if MINIMUM:
+        values += _group_numbers(scales, halves, own, r, h, k, mask, GROUP, STEPS, MINIMUM, True)
+    return values
+
+
+@triton.jit
+def _quantized_sums(
+    xs, weight, scales, halves, expert, n, o, there, given, total, up, K,
+    WEIGHTED: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, FACTOR: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """The same of quantized matrices, of which a strip has 16 outputs or, PAIRED, eight and those as far above them."""
     c, size = tl.arange(0, BK)[None, :], 16
     own, count, is_above = o, n, o % 16 >= 8
     if PAIRED:
@@ -382,8 +443,12 @@ def _fp4_sums(
         a, mask = tl.load(xs + k + c, mask=there[:, None] & here, other=0.0), (o < n)[:, None] & here
         if WEIGHTED:
             a = (a.to(tl.float32) * given[:, None]).to(a.dtype)
-        b = _fp4(weight, scales, strip, r, 0, k + c, mask, K, a.dtype)
-        other = _fp4(weight, scales, strip, r, 1, k + c, mask, K, a.dtype)
+        if FORM == "fp4":
+            b = _fp4(weight, scales, strip, r, 0, k + c, mask, K).to(a.dtype)
+            other = _fp4(weight, scales, strip, r, 1, k + c, mask, K).to(a.dtype)
+        else:
+            b = _ints(weight, scales, halves, strip, r, 0, k + c, mask, K, FORM, GROUP, STEPS, MINIMUM).to(a.dtype)
+            other = _ints(weight, scales, halves, strip, r, 1, k + c, mask, K, FORM, GROUP, STEPS, MINIMUM).to(a.dtype)
         if GATED:
             up = tl.dot(a, tl.trans(other), up, input_precision=PRECISION)
         else:
@@ -405,10 +470,11 @@ def gated_pair(gate, up, KIND: tl.constexpr, CLAMP: tl.constexpr, ALPHA: tl.cons
 
 @triton.jit
 def _expert_matmul(
-    x, weight, scales, y, bias, order, blocks, weights, n, K, x_row,
+    x, weight, scales, halves, y, bias, order, blocks, weights, n, K, x_row,
     PER: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, KIND: tl.constexpr, CLAMP: tl.constexpr,
     ALPHA: tl.constexpr, FACTOR: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, MINIMUM: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     launch_next(AHEAD)
     wait(AHEAD)
@@ -431,10 +497,10 @@ def _expert_matmul(
         given += tl.load(weights + pair, mask=there, other=0.0).to(x.dtype.element_ty).to(tl.float32)
     total = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
-    if scales is not None:
-        total, up = _fp4_sums(
-            xs, weight, scales, expert, n, o, there, given, total, up, K, weights is not None, GATED, PAIRED, FACTOR,
-            BK, PRECISION,
+    if FORM != "float":
+        total, up = _quantized_sums(
+            xs, weight, scales, halves, expert, n, o, there, given, total, up, K, weights is not None, GATED, PAIRED,
+            FACTOR, BK, PRECISION, FORM, GROUP, STEPS, MINIMUM,
         )  # fmt: skip
     else:
         total, up = _float_sums(

@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
 def _mma(d: str, a: str, b: str, c: str, kind: str = "f16") -> str:
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
 
 
+@triton.constexpr_function
 def _list(first: int, count: int = 4, step: int = 1) -> str:
     return ", ".join(f"${first + i * step}" for i in range(count))
 
@@ -97,6 +99,104 @@ def _fp4_unpack(block: int) -> str:
     return "\n".join([*lines[:2], ".reg .b32 z;", "mov.b32 z, 0x80008000;", *lines[2:], "}"])
 
 
+@triton.constexpr_function
+def _pair(value: int, half: bool) -> str:
+    """The bits of an integer twice, in float16 or bfloat16."""
+    exponent = abs(value).bit_length() - 1
+    size, bias = (10, 15) if half else (7, 127)
+    bits = (value < 0) << 15 | (exponent + bias) << size | (abs(value) << size >> exponent) - (1 << size)
+    return f"0x{bits:04x}{bits:04x}"
+
+
+@triton.constexpr_function
+def _int_unpack(eight: bool, zero: int, half: bool) -> str:
+    """A of four words $16–19 of integers into $0–15: a₀ of all four, then a₁, …; with 8 bits they are of outputs r, and
+    those of r + 8 are $20–23. Numbers are float16 or bfloat16, and exact.
+
+    An integer joined with the exponent of a power of two is that power plus the integer, and the excess is subtracted.
+    bfloat16 has room for seven bits: with the eighth twice as much is subtracted, or not.
+    """
+    kind, power = ("f16x2", 1024) if half else ("bf16x2", 128)
+    lines = ["{", ".reg .b32 u, v, k, l, m;", f"mov.b32 k, {_pair(power, half)};", f"mov.b32 l, {_pair(1, half)};"]
+    lines.append(f"mov.b32 m, {_pair(-power - (zero if half or not eight else 0), half)};")
+    for t in range(4):
+        for a in range(4):
+            to, word = f"${4 * a + t}", 16 + t + (4 * (a % 2) if eight else 0)
+            if not eight:
+                lines += [f"shr.u32 u, ${word}, {4 * a};", f"lop3.b32 {to}, u, 0x000f000f, k, 0xea;"]
+                lines.append(f"fma.rn.{kind} {to}, {to}, l, m;")
+            elif half:
+                lines += [f"prmt.b32 {to}, ${word}, k, {'0x5150' if a < 2 else '0x5352'};"]
+                lines.append(f"fma.rn.{kind} {to}, {to}, l, m;")
+            else:
+                lines += [f"prmt.b32 u, ${word}, 0, {'0x4140' if a < 2 else '0x4342'};"]
+                lines += ["lop3.b32 v, u, 0x00800080, m, 0xae;", f"lop3.b32 {to}, u, 0x007f007f, k, 0xea;"]
+                lines.append(f"fma.rn.{kind} {to}, {to}, l, v;")
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _int_scales(block: int, group: int, steps: bool, minimum: bool) -> str:
+    """The four scales (g, h) of a block in groups of 32, or the eight (g, t, h) of 16, as float32.
+
+    They are in a line of four words; with steps they are bytes, and the last two words are halves to multiply with:
+    those of scales, and those of minima.
+    """
+    count = 128 // group
+    first = block * count % (16 if steps else 8)
+    lines = ["{", ".reg .b16 l, m;", ".reg .f32 f, d<2>;", ".reg .b32 u;"]
+    if steps:
+        lines += [f"mov.b32 {{l, m}}, ${count + 4 + minimum};", "cvt.f32.f16 d0, l;", "cvt.f32.f16 d1, m;"]
+    for i in range(count):
+        word, place = (first + i) // (4 if steps else 2) + count, (first + i) % (4 if steps else 2)
+        if steps:
+            lines += [f"bfe.s32 u, ${word}, {8 * place}, 8;", "cvt.rn.f32.s32 f, u;", f"mul.f32 ${i}, f, d{i % 2};"]
+        else:
+            lines += [f"mov.b32 {{l, m}}, ${word};", f"cvt.f32.f16 ${i}, {'lm'[place]};"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _input_sums(group: int, half: bool) -> str:
+    """The sums of a block's inputs of rows 2q and 2q + 1, by group, of B in $n … $n + 7."""
+    count = 128 // group
+    lines = ["{", ".reg .f32 d<4>, z;", ".reg .b32 o;", "mov.f32 z, 0f00000000;", f"mov.b32 o, {_pair(1, half)};"]
+    for t in range(4):
+        begin = "z, z, z, z" if group == 16 or t % 2 == 0 else "d0, d1, d2, d3"
+        lines.append(_mma("d0, d1, d2, d3", "o, o, o, o", _list(count + 2 * t, 2), begin, "f16" if half else "bf16"))
+        if group == 16 or t % 2 == 1:
+            at = 2 * t if group == 16 else t - 1
+            lines += [f"mov.f32 ${at}, d0;", f"mov.f32 ${at + 1}, d1;"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _group_sums(group: int, minimum: bool, half: bool) -> str:
+    """$0–3 = $4–7 + the sums of groups times their scales, from $32 on. A is in $8–23, B in $24–31.
+
+    With `minimum` minima follow, and then sums of inputs, which they are multiplied with.
+    """
+    count = 128 // group
+    lines = [
+        "{",
+        ".reg .f32 d<16>, e<4>, z;",
+        "mov.f32 z, 0f00000000;",
+        *(f"mov.f32 e{i}, ${4 + i};" for i in range(4)),
+    ]
+    for t in range(4):
+        g = t if group == 16 else t // 2
+        d = ", ".join(f"d{4 * g + i}" for i in range(4))
+        begin = "z, z, z, z" if group == 16 or t % 2 == 0 else d
+        lines.append(_mma(d, _list(8 + t, step=4), _list(24 + 2 * t, 2), begin, "f16" if half else "bf16"))
+    for g in range(count // 2):
+        for i in range(4):
+            lines.append(f"fma.rn.f32 e{i}, d{4 * g + i}, ${32 + 2 * g + i // 2}, e{i};")
+            if minimum:
+                of, sum_of = 32 + count + 2 * g + i // 2, 32 + 2 * count + 2 * g + i % 2
+                lines.append(f"fma.rn.f32 e{i}, ${of}, ${sum_of}, e{i};")
+    return "\n".join([*lines, *(f"mov.f32 ${i}, e{i};" for i in range(4)), "}"])
+
+
 def _lane_predicates() -> list[str]:
     """p0 … p3: whether the lane's q is 0 … 3."""
     tests = [f"setp.eq.u32 p{m}, lane, {m};" for m in range(4)]
@@ -157,6 +257,7 @@ def _added(low: str, high: str, low_scale: str, high_scale: str, wide: bool, whe
     return [f"{when}fma.rn.f32 e0, {low}, {low_scale}, e0;", f"{when}fma.rn.f32 e1, {high}, {high_scale}, e1;"]
 
 
+@triton.constexpr_function
 def _registers(*kinds: tuple[str, int]) -> str:
     return ",".join(kind for kind, count in kinds for _ in range(count))
 
@@ -176,6 +277,7 @@ _SUMS8 = tl.constexpr(_four_sums("f16"))
 _SUMS8_AT = tl.constexpr(_registers(("=f", 4), ("f", 4), ("r", 24)))
 _UNPACK_FP4_AT = tl.constexpr(_registers(("=&r", 16), ("r", 8)))
 _SUMS_BF16 = tl.constexpr(_four_sums("bf16"))
+_UNPACK_INT4_AT = tl.constexpr(_registers(("=&r", 16), ("r", 4)))
 
 
 @triton.jit
@@ -232,3 +334,70 @@ def fp4_unpacked(w, s, BLOCK: tl.constexpr):
 def fp4_sums(total, a0, a1, a2, a3, xa, xb):
     """The totals plus a block's matmul with rows in bfloat16."""
     return tl.inline_asm_elementwise(_SUMS_BF16, _SUMS8_AT, [total, a0, a1, a2, a3, xa, xb], tl.float32, True, 4)
+
+
+@triton.constexpr_function
+def _float_registers(outputs: int, *inputs: int) -> str:
+    """The registers of inline assembly that makes floats of words, or of floats, words and floats."""
+    kinds = ("r",) if len(inputs) == 1 else ("f", "r", "f")
+    return _registers(("=&f", outputs), *zip(kinds, inputs, strict=True))
+
+
+@triton.jit
+def int_unpacked(w0, w1, EIGHT: tl.constexpr, ZERO: tl.constexpr, HALF: tl.constexpr):
+    """A of four instructions, [.., 128] int32: two numbers each, of words of integers; those of 4 bits are in w0."""
+    asm: tl.constexpr = _int_unpack(EIGHT, ZERO, HALF)
+    if EIGHT:
+        return tl.inline_asm_elementwise(asm, _UNPACK8_AT, [w0, w1], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4)
+    else:
+        return tl.inline_asm_elementwise(asm, _UNPACK_INT4_AT, [w0], (tl.int32, tl.int32, tl.int32, tl.int32), True, 4)
+
+
+@triton.jit
+def int_scales(line, halves, BLOCK: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, MINIMUM: tl.constexpr):
+    """The scales or minima of a block, [.., 128] float32: those of two groups of 32, or twice those of two of 16."""
+    asm: tl.constexpr = _int_scales(BLOCK, GROUP, STEPS, MINIMUM)
+    at: tl.constexpr = _float_registers(128 // GROUP, 6 if STEPS else 4)
+    if GROUP == 32:
+        if STEPS:
+            first = tl.inline_asm_elementwise(asm, at, [line, halves], tl.float32, True, 4)
+        else:
+            first = tl.inline_asm_elementwise(asm, at, [line], tl.float32, True, 4)
+        return first, first
+    elif STEPS:
+        return tl.inline_asm_elementwise(asm, at, [line, halves], (tl.float32, tl.float32), True, 4)
+    else:
+        return tl.inline_asm_elementwise(asm, at, [line], (tl.float32, tl.float32), True, 4)
+
+
+@triton.jit
+def input_sums(xa, xb, GROUP: tl.constexpr, HALF: tl.constexpr):
+    """The sums of a block's inputs by group, in the same places."""
+    asm: tl.constexpr = _input_sums(GROUP, HALF)
+    at: tl.constexpr = _float_registers(128 // GROUP, 8)
+    if GROUP == 32:
+        first = tl.inline_asm_elementwise(asm, at, [xa, xb], tl.float32, True, 4)
+        return first, first
+    else:
+        return tl.inline_asm_elementwise(asm, at, [xa, xb], (tl.float32, tl.float32), True, 4)
+
+
+@triton.jit
+def group_sums(
+    total, a0, a1, a2, a3, xa, xb, s0, s1, m0, m1, n0, n1,
+    GROUP: tl.constexpr, MINIMUM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """The totals plus a block's matmul: the sum of each group times its scale, and with `MINIMUM` minima m times sums
+    of inputs n."""
+    asm: tl.constexpr = _group_sums(GROUP, MINIMUM, HALF)
+    at: tl.constexpr = _float_registers(4, 4, 24, 128 // GROUP * (3 if MINIMUM else 1))
+    if GROUP == 32 and MINIMUM:
+        return tl.inline_asm_elementwise(asm, at, [total, a0, a1, a2, a3, xa, xb, s0, m0, n0], tl.float32, True, 4)
+    elif GROUP == 32:
+        return tl.inline_asm_elementwise(asm, at, [total, a0, a1, a2, a3, xa, xb, s0], tl.float32, True, 4)
+    elif MINIMUM:
+        return tl.inline_asm_elementwise(
+            asm, at, [total, a0, a1, a2, a3, xa, xb, s0, s1, m0, m1, n0, n1], tl.float32, True, 4
+        )
+    else:
+        return tl.inline_asm_elementwise(asm, at, [total, a0, a1, a2, a3, xa, xb, s0, s1], tl.float32, True, 4)

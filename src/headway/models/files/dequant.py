@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 from headway.kernels.host.quantized import FP4
 from headway.models.files.blocks import IQ4_VALUES, decode_blocks
@@ -116,29 +119,138 @@ def _check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
         )
 
 
-# Each decoder takes blocks, uint8 [B, nbytes], and returns float32 [B, block].
+@dataclass(frozen=True, eq=False)
+class BlockParts:
+    """What B blocks of V numbers hold: quants [B, V] uint8, of which `zero` stands for 0; a number is that times its
+    scale, plus its minimum.
+
+    Scales are float16 [B, 1], or these times steps int8 [B, G], one for V / G numbers; minima likewise.
+    """
+
+    quants: Tensor
+    scale: Tensor
+    zero: int = 0
+    steps: Tensor | None = None
+    minimum: Tensor | None = None
+    minimum_steps: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """The numbers, float32 [B, V]."""
+        scale = _times(self.scale, self.steps)
+        values = self.quants.float().sub_(self.zero).view(*scale.shape, -1).mul_(scale.unsqueeze(-1))  # [B, G, V / G]
+        if self.minimum is not None:
+            values.add_(_times(self.minimum, self.minimum_steps).unsqueeze(-1))
+        return values.view(self.quants.shape)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks, 0))
+def _times(numbers: Tensor, steps: Tensor | None) -> Tensor:
+    return numbers.float() if steps is None else steps.float().mul_(numbers.float())
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return planes(blocks[:, 2:], group=16, bits=4).float().sub_(8).mul_(half(blocks, 0))
+# Each takes blocks, uint8 [B, nbytes].
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return planes(blocks[:, 4:], group=16, bits=4).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
+def _q8_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(blocks[:, 2:] ^ 128, _half(blocks, 0), 128)
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
+def _q4_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(planes(blocks[:, 2:], group=16, bits=4), _half(blocks, 0), 8)
+
+
+def _q4_1(blocks: Tensor) -> BlockParts:
+    return BlockParts(planes(blocks[:, 4:], group=16, bits=4), _half(blocks, 0), minimum=_half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> BlockParts:
     low, high = planes(blocks[:, 6:], group=16, bits=4), planes(blocks[:, 2:6], group=1, bits=1)
-    return (low | (high << 4)).float().sub_(16).mul_(half(blocks, 0))
+    return BlockParts(low | (high << 4), _half(blocks, 0), 16)
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
+def _q5_1(blocks: Tensor) -> BlockParts:
     low, high = planes(blocks[:, 8:], group=16, bits=4), planes(blocks[:, 4:8], group=1, bits=1)
-    return (low | (high << 4)).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
+    return BlockParts(low | (high << 4), _half(blocks, 0), minimum=_half(blocks, 2))
+
+
+def _q2_k(blocks: Tensor) -> BlockParts:
+    scales, quants = blocks[:, :16], planes(blocks[:, 16:80], group=32, bits=2)
+    least: dict[str, Any] = {"minimum": -_half(blocks, 82), "minimum_steps": (scales >> 4).view(torch.int8)}
+    return BlockParts(quants, _half(blocks, 80), steps=(scales & 15).view(torch.int8), **least)
+
+
+def _q3_k(blocks: Tensor) -> BlockParts:
+    low, high = planes(blocks[:, 32:96], group=32, bits=2), planes(blocks[:, :32], group=32, bits=1)
+    # Scales have 6 bits: 16 low nibbles in 8 bytes, then 16 high pairs in 4.
+    nibbles, pairs = planes(blocks[:, 96:104], group=8, bits=4), planes(blocks[:, 104:108], group=4, bits=2)
+    steps = (nibbles | (pairs << 4)).view(torch.int8) - 32  # [B, 16]
+    # A set high bit means "subtract nothing", so the value is low + 4·high − 4.
+    return BlockParts(low | (high << 2), _half(blocks, 108), 4, steps)
+
+
+def _q4_k(blocks: Tensor) -> BlockParts:
+    return BlockParts(planes(blocks[:, 16:], group=32, bits=4), **_scales_and_mins(blocks))
+
+
+def _q5_k(blocks: Tensor) -> BlockParts:
+    low, high = planes(blocks[:, 48:], group=32, bits=4), planes(blocks[:, 16:48], group=32, bits=1)
+    return BlockParts(low | (high << 4), **_scales_and_mins(blocks))
+
+
+def _q6_k(blocks: Tensor) -> BlockParts:
+    low, high = planes(blocks[:, :128], group=64, bits=4), planes(blocks[:, 128:192], group=32, bits=2)
+    return BlockParts(low | (high << 4), _half(blocks, 208), 32, blocks[:, 192:208].view(torch.int8))  # [B, 16]
+
+
+def _iq4(quants: Tensor) -> Tensor:
+    return torch.from_numpy(IQ4_VALUES.view(np.uint8) ^ 128).to(quants.device)[quants.int()]
+
+
+def _iq4_nl(blocks: Tensor) -> BlockParts:
+    return BlockParts(_iq4(planes(blocks[:, 2:], group=16, bits=4)), _half(blocks, 0), 128)
+
+
+def _iq4_xs(blocks: Tensor) -> BlockParts:
+    low, high = planes(blocks[:, 4:8], group=1, bits=4), planes(blocks[:, 2:4], group=1, bits=2)
+    steps = (low | (high << 4)).view(torch.int8) - 32  # [B, 8]
+    return BlockParts(_iq4(planes(blocks[:, 8:], group=16, bits=4)), _half(blocks, 0), 128, steps)
+
+
+def _tq1_0(blocks: Tensor) -> BlockParts:
+    digits = []
+    for start, stop, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = 3 ** torch.arange(count, device=blocks.device)
+        shifted = (blocks[:, None, start:stop].int() * powers.int()[:, None]) & 255  # what is before the digit goes
+        digits.append(((shifted * 3) >> 8).flatten(1))
+    return BlockParts(torch.cat(digits, 1).to(torch.uint8), _half(blocks, 52), 1)
+
+
+def _tq2_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(planes(blocks[:, :64], group=32, bits=2), _half(blocks, 64), 1)
+
+
+_PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = MappingProxyType(
+    {
+        "Q8_0": _q8_0,
+        "Q4_0": _q4_0,
+        "Q4_1": _q4_1,
+        "Q5_0": _q5_0,
+        "Q5_1": _q5_1,
+        "Q2_K": _q2_k,
+        "Q3_K": _q3_k,
+        "Q4_K": _q4_k,
+        "Q5_K": _q5_k,
+        "Q6_K": _q6_k,
+        "IQ4_NL": _iq4_nl,
+        "IQ4_XS": _iq4_xs,
+        "TQ1_0": _tq1_0,
+        "TQ2_0": _tq2_0,
+    }
+)
+
+
+def block_parts(kind: str, raw: Tensor) -> BlockParts:
+    """What whole blocks hold, of a kind that has integers with a scale; flat bytes, on any device."""
+    return _PARTS[kind](raw.view(-1, KINDS[kind].nbytes))
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
@@ -155,89 +267,11 @@ def packed_fp4(raw: Tensor) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] | (codes[:, 1::2] << 4)).flatten(), blocks[:, 0].contiguous()
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
-    scales = blocks[:, :16]
-    scale = (scales & 15).float() * half(blocks, 80)  # [B, 16]
-    least = (scales >> 4).float() * half(blocks, 82)
-    return _by_group(planes(blocks[:, 16:80], group=32, bits=2).float(), scale, least)
-
-
-def _q3_k(blocks: Tensor) -> Tensor:
-    low, high = planes(blocks[:, 32:96], group=32, bits=2), planes(blocks[:, :32], group=32, bits=1)
-    # Scales have 6 bits: 16 low nibbles in 8 bytes, then 16 high pairs in 4.
-    nibbles, pairs = planes(blocks[:, 96:104], group=8, bits=4), planes(blocks[:, 104:108], group=4, bits=2)
-    scale = (nibbles | (pairs << 4)).float().sub_(32) * half(blocks, 108)  # [B, 16]
-    # A set high bit means "subtract nothing", so the value is low + 4·high − 4.
-    return _by_group((low | (high << 2)).float().sub_(4), scale)
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    scale, least = scales_and_mins(blocks)
-    return _by_group(planes(blocks[:, 16:], group=32, bits=4).float(), scale, least)
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    scale, least = scales_and_mins(blocks)
-    low, high = planes(blocks[:, 48:], group=32, bits=4), planes(blocks[:, 16:48], group=32, bits=1)
-    return _by_group((low | (high << 4)).float(), scale, least)
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    low, high = planes(blocks[:, :128], group=64, bits=4), planes(blocks[:, 128:192], group=32, bits=2)
-    scale = blocks[:, 192:208].view(torch.int8).float() * half(blocks, 208)  # [B, 16]
-    return _by_group((low | (high << 4)).float().sub_(32), scale)
-
-
-def _iq4(quants: Tensor) -> Tensor:
-    return torch.from_numpy(IQ4_VALUES).to(quants.device)[quants.long()].float()
-
-
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _iq4(planes(blocks[:, 2:], group=16, bits=4)).mul_(half(blocks, 0))
-
-
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    low, high = planes(blocks[:, 4:8], group=1, bits=4), planes(blocks[:, 2:4], group=1, bits=2)
-    scale = (low | (high << 4)).float().sub_(32) * half(blocks, 0)  # [B, 8]
-    return _by_group(_iq4(planes(blocks[:, 8:], group=16, bits=4)), scale)
-
-
-def _tq1_0(blocks: Tensor) -> Tensor:
-    digits = []
-    for start, stop, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
-        powers = 3 ** torch.arange(count, device=blocks.device)
-        shifted = (blocks[:, None, start:stop].int() * powers.int()[:, None]) & 255  # what is before the digit goes
-        digits.append(((shifted * 3) >> 8).flatten(1))
-    return torch.cat(digits, 1).float().sub_(1).mul_(half(blocks, 52))
-
-
-def _tq2_0(blocks: Tensor) -> Tensor:
-    return planes(blocks[:, :64], group=32, bits=2).float().sub_(1).mul_(half(blocks, 64))
-
-
-_DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "Q8_0": _q8_0,
-        "Q4_0": _q4_0,
-        "Q4_1": _q4_1,
-        "Q5_0": _q5_0,
-        "Q5_1": _q5_1,
-        "Q2_K": _q2_k,
-        "Q3_K": _q3_k,
-        "Q4_K": _q4_k,
-        "Q5_K": _q5_k,
-        "Q6_K": _q6_k,
-        "MXFP4": _mxfp4,
-        "IQ4_NL": _iq4_nl,
-        "IQ4_XS": _iq4_xs,
-        "TQ1_0": _tq1_0,
-        "TQ2_0": _tq2_0,
-    }
-)
-
-
 def _decoder(kind: str) -> Callable[[Tensor], Tensor]:
-    return _DECODERS.get(kind) or partial(_on_host, kind)
+    """What takes blocks, uint8 [B, nbytes], and returns float32 [B, block]."""
+    if kind in _PARTS:
+        return lambda blocks: _PARTS[kind](blocks).values()
+    return _mxfp4 if kind == "MXFP4" else partial(_on_host, kind)
 
 
 def _on_host(kind: str, blocks: Tensor) -> Tensor:
@@ -246,9 +280,9 @@ def _on_host(kind: str, blocks: Tensor) -> Tensor:
     return torch.from_numpy(decode_blocks(kind, blocks.cpu().numpy())).to(blocks.device)
 
 
-def half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of every block, as float32 `[B, 1]`."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of every block, [B, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def planes(raw: Tensor, *, group: int, bits: int) -> Tensor:
@@ -258,22 +292,13 @@ def planes(raw: Tensor, *, group: int, bits: int) -> Tensor:
     return spread.bitwise_and_((1 << bits) - 1).view(len(raw), -1)
 
 
-def _by_group(values: Tensor, scale: Tensor, least: Tensor | None = None) -> Tensor:
-    """`values·scale − least`, float32 `[B, 256]`, where each of the G scales of a block holds for 256/G values."""
-    grouped = values.view(*scale.shape, -1)  # [B, G, 256/G]
-    grouped.mul_(scale.unsqueeze(-1))
-    if least is not None:
-        grouped.sub_(least.unsqueeze(-1))
-    return values
-
-
-def scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minima of Q4_K and Q5_K, float32 `[B, 8]` each.
+def _scales_and_mins(blocks: Tensor) -> dict[str, Any]:
+    """The 8 scales and 8 minima of Q4_K and Q5_K.
 
     Their 6 bits are in bytes 4 to 15: numbers 0–3 in the low 6 bits of the first eight bytes, numbers 4–7 as a nibble
     in the last four, with their two top bits on top of numbers 0–3.
     """
     scale, least, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([scale & 63, (rest & 15) | ((scale >> 2) & 48)], dim=1)
-    mins = torch.cat([least & 63, (rest >> 4) | ((least >> 2) & 48)], dim=1)
-    return scales.float() * half(blocks, 0), mins.float() * half(blocks, 2)
+    steps = torch.cat([scale & 63, (rest & 15) | ((scale >> 2) & 48)], dim=1).view(torch.int8)
+    mins = torch.cat([least & 63, (rest >> 4) | ((least >> 2) & 48)], dim=1).view(torch.int8)
+    return {"scale": _half(blocks, 0), "steps": steps, "minimum": -_half(blocks, 2), "minimum_steps": mins}

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.host.expert_form import FP4 as FORM
 from headway.kernels.host.quantized import FP4, GROUP
 from headway.models.layers import Linear
 
@@ -49,6 +50,8 @@ class Fp4Experts:
     shape: tuple[int, int]
     gated: bool
     label = "mxfp4 experts"
+    form = FORM
+    halves = None
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, *, gated: bool) -> Fp4Experts:
@@ -57,7 +60,7 @@ class Fp4Experts:
         words = torch.stack([_words(one, gated=gated) for one in codes])  # one at a time: it is written more than once
         stored = (scales.int() + (OFFSET - exponent)).clamp(min=0).to(torch.uint8)
         groups = TOGETHER * INPUTS // GROUP
-        lined = torch.stack([_in_strips(one, groups, gated=gated) for one in stored]).unflatten(5, (TOGETHER, -1))
+        lined = torch.stack([in_strips(one, groups, gated=gated) for one in stored]).unflatten(5, (TOGETHER, -1))
         lined = lined.permute(0, 1, 4, 3, 5, 6, 2).flatten(3).contiguous()  # of [X, S, h, r, C / 4, b, g]
         return cls(words, lined, exponent, bias, dtype, (n, 2 * half), gated)
 
@@ -72,11 +75,7 @@ class Fp4Experts:
         f = self.scales[x].unflatten(2, (8, TOGETHER, 2, 2)).permute(0, 5, 2, 1, 3, 4).flatten(3, 4)
         e = f[:, :, :, : values.shape[3]].double() + (self.exponent - OFFSET)
         values = values * torch.exp2(e - 128).float().unsqueeze(-1)
-        (n, k), rows = self.shape, values.flatten(3)
-        if not self.gated:
-            return rows.flatten(0, 2)[:n, :k].to(self.dtype)
-        gate, up = (rows[:, h].flatten(0, 1)[: n // 2, :k] for h in range(2))
-        return torch.cat((gate, up)).to(self.dtype)
+        return from_strips(values.flatten(3), self.shape, gated=self.gated).to(self.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -88,7 +87,7 @@ class Fp4Experts:
         return self.words.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def _in_strips(rows: Tensor, block: int, *, gated: bool) -> Tensor:
+def in_strips(rows: Tensor, block: int, *, gated: bool) -> Tensor:
     """Rows [N, K] as [S, h, r, C, block], with zeros where there are none."""
     wide = F.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
     if gated:
@@ -97,10 +96,18 @@ def _in_strips(rows: Tensor, block: int, *, gated: bool) -> Tensor:
     return F.pad(wide, (0, 0, 0, 0, 0, -len(rows) % OUTPUTS)).unflatten(0, (-1, 2, 8))
 
 
+def from_strips(rows: Tensor, shape: tuple[int, int], *, gated: bool) -> Tensor:
+    """Rows [N, K] of [S, h, r, K or more]."""
+    n, k = shape
+    if not gated:
+        return rows.flatten(0, 2)[:n, :k]
+    return torch.cat([rows[:, h].flatten(0, 1)[: n // 2, :k] for h in range(2)])
+
+
 def _words(codes: Tensor, *, gated: bool) -> Tensor:
     """The words [S, C, 128] of codes [N, K / 2]."""
     single = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-    lined = _in_strips(single, INPUTS, gated=gated)
+    lined = in_strips(single, INPUTS, gated=gated)
     parts = lined.unflatten(4, (2, 4, 2, 2, 2)).permute(0, 3, 2, 5, 4, 6, 1, 7, 8)  # S, C, r, q, g, t, h, p, i
     words = torch.zeros(parts.shape[:6], dtype=torch.int32, device=codes.device)
     for place, at in _places():

@@ -28,6 +28,7 @@ from headway.models.layers import DecoderLayer, Linear, mapped
 from headway.models.quantized.cpu import NORMS as LAYER_NORMS
 from headway.models.quantized.cpu import QuantizedDecoder, QuantizedLayer
 from headway.models.quantized.fp4 import Fp4Experts
+from headway.models.quantized.int_experts import IntExperts
 from headway.models.quantized.reference_kinds import OrderedLatentLayer, latent_parts, mixer_of
 from headway.models.variants.latent import LatentDecoder, LatentLayer
 from headway.models.variants.tempered import TemperedDecoder, TemperedLayer
@@ -101,10 +102,12 @@ def _described_parts(model: QuantizedDecoder, quantized: bool) -> dict[str, Any]
     return {"inv_freq": rows if rows.ndim == 2 else rows.expand(model.config.layers, -1), **extras}
 
 
-def _dense_experts(layer: DescribedLayer) -> DescribedLayer:
-    """The layer with experts in floats."""
-    names = [name for name in ("gate_up", "down") if isinstance(getattr(layer, name), Fp4Experts)]
-    return replace(layer, **{name: getattr(layer, name).dense() for name in names})
+def _dense_experts(layer: Any) -> Any:
+    """A layer with experts in floats, those beside an ordinary feed-forward too."""
+    names = [name for name in ("gate_up", "down") if isinstance(getattr(layer, name), Fp4Experts | IntExperts)]
+    if (beside := getattr(layer, "beside", None)) is not None:
+        layer = replace(layer, beside=_dense_experts(beside))
+    return replace(layer, **{name: replace(getattr(layer, name), dtype=torch.float32).dense() for name in names})
 
 
 def float_decoder(decoder: Decoder) -> Decoder:

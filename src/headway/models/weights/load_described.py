@@ -23,9 +23,9 @@ from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedE
 from headway.models.families.family import Cut, Each
 from headway.models.files.weights import open_weights
 from headway.models.layers import Linear, fused
-from headway.models.quantized.fp4 import Fp4Experts
 from headway.models.recurrent import GatedDeltaMixer, Mamba2Mixer, Mixer, ShortConvMixer
-from headway.models.weights.kept_experts import kept_kind, read_kept
+from headway.models.weights.kept_experts import KeptExperts, read_kept
+from headway.models.weights.kept_forms import kept_kind
 from headway.models.weights.load import LoadProgress
 from headway.models.weights.roles import Roles
 from headway.models.weights.rows import half_split
@@ -68,7 +68,7 @@ class RoleReader(Protocol):
         """The weight of a role, which must have this shape, of a layer or of the model."""
         ...
 
-    def kept(self, roles: tuple[str, ...], layer: int) -> Fp4Experts | None:
+    def kept(self, roles: tuple[str, ...], layer: int) -> KeptExperts | None:
         """Experts' matrices, one below the other, if they stay quantized; without their biases."""
         ...
 
@@ -115,7 +115,7 @@ class DescribedReader:
             return half_split(tensor, c.head_dim, c.rope.dim)
         return tensor
 
-    def kept(self, roles: tuple[str, ...], layer: int) -> Fp4Experts | None:
+    def kept(self, roles: tuple[str, ...], layer: int) -> KeptExperts | None:
         if not self.keep_experts or kept_kind(self.roles, roles, layer, str(self.dtype)[6:]) is None:
             return None
         return read_kept(self.roles, roles, layer, self.dtype, self.device)
@@ -174,7 +174,7 @@ def described_layer(reader: RoleReader, i: int) -> DescribedLayer:
     def linear(*roles: str) -> Linear:
         return Linear(*(_stack(read, [r + s for r in roles]) for s in ("", "_bias") if roles[0] + s in shapes))
 
-    def expert(*roles: str) -> Linear | Fp4Experts:
+    def expert(*roles: str) -> Linear | KeptExperts:
         if (kept := reader.kept(roles, i)) is None:
             return linear(*roles)
         bias = _stack(read, [f"{role}_bias" for role in roles]) if f"{roles[0]}_bias" in shapes else None
@@ -195,7 +195,7 @@ def described_layer(reader: RoleReader, i: int) -> DescribedLayer:
         down, experts = linear("down"), None
     make: Any = DescribedLayer
     if c.description.per_layer is not None:
-        make, parts = _per_layer(c, i, linear, read, shapes)
+        make, parts = _per_layer(c, i, linear, expert, read, shapes)
         norms |= parts
     elif c.description.latent is not None:
         from headway.models.variants.latent import LatentLayer as make
@@ -227,8 +227,13 @@ def described_layer(reader: RoleReader, i: int) -> DescribedLayer:
     )
 
 
-def _per_layer(
-    c: ModelConfig, i: int, linear: Callable[..., Linear], read: Callable[[str], Tensor], shapes: Mapping[str, object]
+def _per_layer(  # noqa: PLR0917
+    c: ModelConfig,
+    i: int,
+    linear: Callable[..., Linear],
+    expert: Callable[..., Any],
+    read: Callable[[str], Tensor],
+    shapes: Mapping[str, object],
 ) -> tuple[Any, dict[str, Any]]:
     """The class of a layer that differs from others, and what it has besides a described layer's parts."""
     from headway.models.variants.altup import AltUpLayer
@@ -241,8 +246,8 @@ def _per_layer(
         scales = {"router_scale": read("router_scale"), "expert_scale": read("expert_scale"), "eps": c.norm_eps}
         parts["beside"] = ExpertsBeside(
             experts=ScaledExperts(what, linear("router"), **scales),
-            gate_up=linear("expert_gate", "expert_up"),
-            down=linear("expert_down"),
+            gate_up=expert("expert_gate", "expert_up"),
+            down=expert("expert_down"),
             **{role: read(role) for role in ("dense_norm", "expert_in_norm", "expert_out_norm")},
         )
     if altup is None:

@@ -140,7 +140,8 @@ class Backend:
         matrices = (self.decoder.layers[0].qkv, self.decoder.output)
         labels = [getattr(m, "label", None) for m in matrices]  # a quantized matrix has one
         found = ", ".join(dict.fromkeys(filter(None, labels))) or dtype_name(self.decoder.dtype)
-        own = {getattr(layer.gate_up, "label", "") for layer in self.decoder.layers}  # experts that stay in MXFP4
+        layers = [getattr(layer, "beside", None) or layer for layer in self.decoder.layers]
+        own = {getattr(w, "label", "") for layer in layers for w in (layer.gate_up, layer.down)}  # experts that stay so
         return ", ".join((found, *(label for label in sorted(own) if label and label not in found)))
 
     @property

@@ -8,19 +8,21 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.kernels.host.expert_form import ExpertForm
 from headway.kernels.triton import expert_rows, experts, fused
 from headway.kernels.triton.adapters import expert_lora
 from headway.kernels.triton.expert_rows import Router
 from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes
-from headway.kernels.triton.fp4_experts import Fp4Tile, fp4_add_down, fp4_matmul, pick_fp4_tile
 from headway.kernels.triton.launch import shared_memory
 from headway.kernels.triton.matmul import MatmulTile
 from headway.kernels.triton.matvec import RmsNorm
+from headway.kernels.triton.quantized_experts import StripTile, pick_strip_tile, strip_add_down, strip_matmul, takes
 from headway.models.described import DescribedLayer
 from headway.models.description import Experts
 from headway.models.experts import ExpertWeights, GroupedExperts, ScaledExperts
 from headway.models.layers import Linear
 from headway.models.quantized.fp4 import Fp4Experts
+from headway.models.quantized.int_experts import IntExperts
 from headway.models.variants.per_layer import ExpertsBeside
 from headway.runtime.runners.cuda.adapters import StepTiles
 from headway.runtime.runners.cuda.buffers import ExpertBuffers
@@ -59,17 +61,20 @@ class CudaExperts:
             blocks = experts.most_blocks(pairs, self.what.count, tile.rows)
             by = ExpertBlocks(room.order[:pairs], room.blocks[:blocks])
             experts.sort_by_expert(routes.chosen, self.what.count, by, tile.rows, ahead=ahead)
+        x, by_pair = h, weighted
+        if weighted and isinstance(tile, StripTile):
+            x, by_pair = (h.unsqueeze(1) * routes.weights.to(h.dtype).unsqueeze(2)).flatten(0, 1), False
         inner, parts, up, down = room.inner[:pairs], room.parts[:pairs], _matrices(layer.gate_up), _matrices(layer.down)
         how: dict[str, Any] = {"by": by, "ahead": ahead}
         if added := self.matmuls.expert_terms(l, "expert_gate_up", adapters):
             # In float32, as a gated matmul has them: what other rows are does not change a row by more than that.
             gate_up = torch.empty(pairs, 2 * inner.shape[1], dtype=torch.float32, device=h.device)
-            _matmul(h, up, gate_up, routes, tile, weighted=weighted, **how)
+            _matmul(x, up, gate_up, routes, tile, weighted=by_pair, **how)
             for term in added:
                 expert_lora.add_low_rank(h, gate_up, routes, term, weighted=weighted, ahead=ahead)
             expert_lora.gated(gate_up, inner, self._gate, ahead=ahead)
         else:
-            _matmul(h, up, inner, routes, tile, gate=self._gate, weighted=weighted, **how)
+            _matmul(x, up, inner, routes, tile, gate=self._gate, weighted=by_pair, **how)
         _matmul(inner, down, parts, routes, tile, **how)
         for term in self.matmuls.expert_terms(l, "expert_down", adapters):
             expert_lora.add_low_rank(inner, parts, routes, term, ahead=ahead)
@@ -98,8 +103,8 @@ class CudaExperts:
 
     def takes_one_row(self, layer: DescribedLayer) -> bool:
         """Whether `one_row` computes a layer."""
-        what, kept = self.what, [isinstance(w, Fp4Experts) for w in (layer.gate_up, layer.down)]
-        fits = not any(kept) or _is_fp4(layer, self.matmuls.dtype)
+        what, floats = self.what, all(isinstance(w, Linear) for w in (layer.gate_up, layer.down))
+        fits = floats or _tensor_core_form(layer, self.matmuls.dtype) is not None
         plain = what.groups is None and not what.sigmoid_inputs and what.shared_size == 0 and what.count <= MOST_ROUTED
         return layer.experts is not None and plain and fits and not self.matmuls.deterministic
 
@@ -111,22 +116,22 @@ class CudaExperts:
         router = Router(weights.router.weight, weights.router.bias, room.logits[0], room.arrived, self.what.normalize)
         expert_rows.norm_and_route(x[0], norm, h[0], router, routes, ahead=ahead)
         up, down = _matrices(layer.gate_up), _matrices(layer.down)
-        if up.scales is None:
+        if up.form is None:
             expert_rows.gate_times_up(h, up, inner, routes, self._gate, ahead=ahead)
             expert_rows.add_down(inner, down, x[0], routes, ahead=ahead)
         else:
-            fp4_matmul(h, up, inner, routes, pick_fp4_tile(0.0), gate=self._gate, ahead=ahead)
-            fp4_add_down(inner, down, x[0], routes, ahead=ahead)
+            strip_matmul(h, up, inner, routes, pick_strip_tile(0.0, up.form), gate=self._gate, ahead=ahead)
+            strip_add_down(inner, down, x[0], routes, ahead=ahead)
 
     @property
     def _gate(self) -> ExpertGate:
         return ExpertGate(self.activation, self.what.clamp, self.what.alpha)
 
-    def _tile(self, pairs: int, layer: DescribedLayer | ExpertsBeside, dtype: torch.dtype) -> MatmulTile | Fp4Tile:
+    def _tile(self, pairs: int, layer: DescribedLayer | ExpertsBeside, dtype: torch.dtype) -> MatmulTile | StripTile:
         """The tile of these pairs; one for all in deterministic mode."""
         each = 0.0 if self.matmuls.deterministic else pairs / self.what.count
-        if _is_fp4(layer, dtype) and not self.what.sigmoid_inputs:
-            return pick_fp4_tile(each, deterministic=self.matmuls.deterministic)
+        if (form := _tensor_core_form(layer, dtype)) is not None:
+            return pick_strip_tile(each, form, deterministic=self.matmuls.deterministic)
         return experts.pick_expert_tile(each, dtype, shared_memory(self.matmuls.device))
 
     def _shared(
@@ -151,26 +156,27 @@ def _matmul(
     w: ExpertOperand,
     y: Tensor,
     routes: Routes,
-    tile: MatmulTile | Fp4Tile,
+    tile: MatmulTile | StripTile,
     *,
     weighted: bool = False,
     **how: Any,
 ) -> None:
     """Rows by the matrices of their experts, by the kernel that has such tiles."""
-    if isinstance(tile, Fp4Tile):
+    if isinstance(tile, StripTile):
         assert not weighted
-        fp4_matmul(x, w, y, routes, tile, **how)
+        strip_matmul(x, w, y, routes, tile, **how)
     else:
         experts.expert_matmul(x, w, y, routes, tile, weighted=weighted, **how)
 
 
-def _is_fp4(layer: DescribedLayer | ExpertsBeside, dtype: torch.dtype) -> bool:
-    """Whether tensor cores take a layer's experts in MXFP4."""
-    return all(isinstance(w, Fp4Experts) for w in (layer.gate_up, layer.down)) and dtype == torch.bfloat16
+def _tensor_core_form(layer: DescribedLayer | ExpertsBeside, dtype: torch.dtype) -> ExpertForm | None:
+    """How a layer's experts are quantized, if kernels on tensor cores take all; where down differs, as that is."""
+    forms = [_matrices(w).form for w in (layer.gate_up, layer.down)]
+    return forms[1] if all(form is not None and takes(form, dtype) for form in forms) else None
 
 
-def _matrices(w: Linear | Fp4Experts) -> ExpertOperand:
+def _matrices(w: Linear | Fp4Experts | IntExperts) -> ExpertOperand:
     """As the kernels take them."""
-    if isinstance(w, Fp4Experts):
-        return ExpertOperand(w.words, w.bias, w.scales, w.exponent, w.gated)
-    return ExpertOperand(w.weight, w.bias)
+    if isinstance(w, Linear):
+        return ExpertOperand(w.weight, w.bias)
+    return ExpertOperand(w.words, w.bias, w.form, w.scales, w.halves, w.exponent, w.gated)
