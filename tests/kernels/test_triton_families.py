@@ -264,3 +264,42 @@ def test_experts_of_a_gguf_file_stay_as_they_are_stored(
     assert_close(*found)
     assert_close(*adapted)
     assert np.abs(adapted[0] - found[0][:6]).max() > 1e-3 * np.abs(found[0]).max()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_experts_are_quantized_when_they_are_loaded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number is rounded to the nearest step, and the model is that of the rounded numbers; the rest are floats."""
+    sizes = {"moe_intermediate_size": 32, "num_hidden_layers": 1}
+    _, model = family_model("qwen3-moe", seed=3, **sizes)
+    folder, tokens, role = save_hf(tmp_path, model), random_tokens(97, 7), "model.layers.0.mlp.experts."
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    with hw.Engine(folder, device=DEVICE, dtype="float32", quantize=kind, pages=8, threads=1) as engine:
+        assert engine.info.format == f"float32, {kind} experts"
+        with engine.context() as context:
+            rows = np.concatenate([logit_rows(context, tokens[:6]), logit_rows(context, tokens[6:])])
+        layer: Any = engine.decoder.layers[0]
+        exact = model.model.layers[0].mlp.experts
+        for found, own in ((layer.gate_up, exact.gate_up_proj), (layer.down, exact.down_proj)):
+            groups = own.detach().unflatten(2, (-1, 32))
+            step = groups.abs().amax(3, keepdim=True) / (8 if kind == "int4" else 127)
+            away = (found.weight.cpu().unflatten(2, (-1, 32)) - groups).abs()
+            assert (away <= step * (1.01 if kind == "int4" else 0.51)).all()
+        names = {"gate_up_proj": layer.gate_up.weight, "down_proj": layer.down.weight}
+        rounded = {role + name: weight.cpu() for name, weight in names.items()}
+        assert_close(rows, reference_logits(with_weights(model, rounded), tokens))
+        with pytest.raises(hw.Unsupported, match=f"layer 0 has {kind} experts, which are not updated"):
+            engine.update_weights({f"{role}down_proj": torch.zeros_like(exact.down_proj)})
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "triton")
+    _, model = family_model("qwen3-moe", num_hidden_layers=1, moe_intermediate_size=28)
+    folder = save_hf(tmp_path / "odd", model)
+    with pytest.raises(hw.Unsupported, match="int8 takes inputs in groups of 32 and experts here have 28"):
+        hw.Engine(folder, device=DEVICE, dtype="float32", quantize="int8", pages=8)
+    with pytest.raises(hw.Unsupported, match="fp8 is for Llama's layers alone there; int8 and int4 take the experts"):
+        hw.Engine(folder, device=DEVICE, dtype="float32", quantize="fp8", pages=8)
+    _, model = family_model("qwen3-moe", num_hidden_layers=1, moe_intermediate_size=32)
+    path = write_family(tmp_path / "m.gguf", save_hf(tmp_path / "even", model), model, kind="Q4_0")
+    with pytest.raises(hw.Unsupported, match=r"those of m.gguf are in Q4_0, which stay as they are; leave it out"):
+        hw.Engine(path, device=DEVICE, dtype="float32", quantize="int4", pages=8)

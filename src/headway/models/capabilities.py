@@ -99,6 +99,15 @@ def why_llama_alone(config: ModelConfig) -> str | None:
     return f"they have Llama's layers alone there, and {config.family} has {others}"
 
 
+def why_not_quantized(config: ModelConfig, quantize: str) -> str | None:
+    """Why Triton kernels do not compute a model whose floats are quantized on a CUDA device, or None."""
+    if is_llama_like(config) or config.description.experts is None:
+        return why_llama_alone(config)
+    if quantize == "fp8":
+        return f"fp8 is for Llama's layers alone there; int8 and int4 take the experts of {config.family}"
+    return why_no_triton_layers(config)
+
+
 def why_no_native_layers(config: ModelConfig) -> str | None:
     """Why the native step does not compute a model of this config, in words, or None."""
     if config.description.both:

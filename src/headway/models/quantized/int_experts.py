@@ -14,18 +14,23 @@ lines of minima follow those of scales. Halves that steps are multiplied with ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.base.errors import Unsupported
 from headway.kernels.host.expert_form import ExpertForm
+from headway.kernels.host.quantized import GROUP
 from headway.models.layers import Linear
 from headway.models.quantized.fp4 import INPUTS, TOGETHER, from_strips, in_strips
 
 SHARED = TOGETHER * INPUTS  # inputs whose scales are together, and that share what steps are multiplied with
+ROOM = 2.0**12  # what the largest value is scaled to, or half of it
 PLACES = [4 * h + 8 * p + 16 * i for h in range(2) for p in range(2) for i in range(2)]  # of 4 bits in a word
 
 
@@ -86,6 +91,20 @@ class IntExperts:
         above = torch.stack(halves) if form.steps else None
         return cls(form, torch.stack(words), torch.stack(scales), above, exponent, None, dtype, (n, k), gated)
 
+    @classmethod
+    def quantize(cls, weight: Tensor, kind: Literal["int4", "int8"], *, gated: bool) -> IntExperts:
+        """Floats [X, N, K] rounded to the nearest of the steps of each 32 inputs: of 16 around 0, the first of which is
+        the value of largest magnitude, or of 255, the last of which is that magnitude."""
+        k, largest = weight.shape[2], float(weight.abs().max())
+        if k % GROUP:
+            raise Unsupported(
+                f"{kind} takes inputs in groups of {GROUP} and experts here have {k}; leave out quantize="
+            )
+        exponent = math.frexp(largest / ROOM)[1] if 0 < largest < math.inf else 0  # so that float16 has every scale
+        form = ExpertForm(kind)
+        matrices = (_rounded(w.float() * 2.0**-exponent, form) for w in weight)
+        return cls.of(form, matrices, weight.dtype, gated=gated, exponent=exponent)
+
     def dense(self) -> Linear:
         """The same as floats."""
         return Linear(torch.stack([self._floats(x) for x in range(len(self.words))]), self.bias)
@@ -112,6 +131,16 @@ class IntExperts:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.words, self.scales, self.halves, self.bias) if t is not None)
+
+
+def _rounded(weight: Tensor, form: ExpertForm) -> GroupedMatrix:
+    """The nearest integers to floats [N, K]."""
+    grouped = weight.unflatten(1, (-1, GROUP))
+    far = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))
+    scales = (far / -8 if form.kind == "int4" else far.abs() / 127).half()
+    step, last = torch.where(scales != 0, scales.float(), 1), 2 * form.zero - 1
+    quants = (torch.round(grouped / step) + form.zero).clamp(0, last).to(torch.uint8)
+    return GroupedMatrix(quants.flatten(1), scales.squeeze(2), zero=form.zero)
 
 
 def _packed(form: ExpertForm, matrix: GroupedMatrix, *, gated: bool) -> tuple[Tensor, Tensor, Tensor | None]:

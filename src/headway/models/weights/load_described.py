@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
+from headway.base.errors import Unsupported
 from headway.kernels.reference.quantized import tensor
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -23,9 +24,10 @@ from headway.models.experts import ExpertWeights, GroupedExperts, InputWeightedE
 from headway.models.families.family import Cut, Each
 from headway.models.files.weights import open_weights
 from headway.models.layers import Linear, fused
+from headway.models.quantized.int_experts import IntExperts
 from headway.models.recurrent import GatedDeltaMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from headway.models.weights.kept_experts import KeptExperts, read_kept
-from headway.models.weights.kept_forms import kept_kind
+from headway.models.weights.kept_forms import EXPERTS, kept_kind
 from headway.models.weights.load import LoadProgress
 from headway.models.weights.roles import Roles
 from headway.models.weights.rows import half_split
@@ -46,14 +48,34 @@ def load_described(
     progress: LoadProgress | None = None,
     split: Split | None = None,
     keep_experts: bool = False,
+    quantize: str | None = None,
 ) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device, or a rank's share of
-    it. With `keep_experts` those that can stay quantized do (`kept_experts`)."""
+    it. With `keep_experts` those that can stay quantized do (`kept_forms`), and others are by `quantize`, int4 or int8.
+    """
     device = device if split is None else torch.device("cpu")
     with open_weights(path) as weights:
         roles = Roles.of(path, config, weights)
         roles.check()
-        return build_described(DescribedReader(config, dtype, device, roles, keep_experts), progress, split)
+        if quantize is not None:
+            _check_floats(path, roles, dtype, quantize)
+        reader = DescribedReader(config, dtype, device, roles, keep_experts, quantize)
+        return build_described(reader, progress, split)
+
+
+def _check_floats(path: Path, roles: Roles, dtype: torch.dtype, quantize: str) -> None:
+    """Raise if there is nothing to quantize: experts that are quantized in the file stay as they are."""
+    layers = [layer for layer in range(roles.config.layers) if has_experts(roles.config, layer)]
+    kinds = {kept_kind(roles, some, layer, _name_of(dtype)) for layer in layers for some in EXPERTS}
+    if None not in kinds:
+        raise Unsupported(
+            f"quantize={quantize!r} is for experts of floats, and those of {path.name} are in "
+            f"{', '.join(sorted(map(str, kinds)))}, which stay as they are; leave it out"
+        )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class RoleReader(Protocol):
@@ -86,6 +108,7 @@ class DescribedReader:
     device: torch.device
     roles: Roles
     keep_experts: bool
+    quantize: str | None = None
     last: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
@@ -116,9 +139,13 @@ class DescribedReader:
         return tensor
 
     def kept(self, roles: tuple[str, ...], layer: int) -> KeptExperts | None:
-        if not self.keep_experts or kept_kind(self.roles, roles, layer, str(self.dtype)[6:]) is None:
+        if self.keep_experts and kept_kind(self.roles, roles, layer, _name_of(self.dtype)) is not None:
+            return read_kept(self.roles, roles, layer, self.dtype, self.device)
+        if self.quantize is None:
             return None
-        return read_kept(self.roles, roles, layer, self.dtype, self.device)
+        shapes = layer_shapes(self.config, layer)
+        weight = _stack(lambda role: self.read(role, shapes[role], layer), list(roles))
+        return IntExperts.quantize(weight, "int4" if self.quantize == "int4" else "int8", gated=len(roles) > 1)
 
     def frequencies(self) -> Tensor:
         rows = tensor(self.roles.frequencies()).to(self.device)

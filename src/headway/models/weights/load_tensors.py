@@ -43,20 +43,22 @@ def load_model(
     staging: Staging | None = None,
     split: Split | None = None,
     keep_experts: bool = False,
+    quantize_experts: str | None = None,
 ) -> Decoder:
     """The decoder in a Hugging Face folder or a GGUF file, its weights in one dtype on one device.
 
     `change` is applied to each layer as soon as it is loaded, so that a model that is then quantized is never in memory
     whole. `staging` copies weights to the device; a CUDA device has one by default. With `split` a weight is read
     on the CPU, and only this rank's share of it is kept: one whole weight, or one layer, is in memory at a time.
-    `keep_experts` leaves experts as they are stored, where kernels read them so.
+    `keep_experts` leaves experts as they are stored, where kernels read them so; `quantize_experts`, int4 or int8, is
+    for others.
     """
     config = read_config(path)
     if not is_llama_like(config):
         from headway.models.weights.load_described import load_described  # most models do not need it
 
         how: dict[str, Any] = {"progress": progress, "split": split, "keep_experts": keep_experts}
-        return load_described(path, config, dtype=dtype, device=device, **how)
+        return load_described(path, config, dtype=dtype, device=device, quantize=quantize_experts, **how)
     if split is not None:
         device, change = torch.device("cpu"), split.layer
     with ExitStack() as stack:

@@ -12,6 +12,7 @@ from headway.base.errors import Unsupported
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear, tensors_of
+from headway.models.quantized.int_experts import IntExperts
 from headway.models.weights.given import GivenRoles
 from headway.models.weights.load_described import DescribedReader, described_layer
 from headway.models.weights.shapes import model_shapes
@@ -82,6 +83,8 @@ class _GivenMask:
 def _quantized(old: Any, there: Linear, layer: int) -> Any:
     """A matrix that its file has quantized, of which nothing may be there."""
     if any(mask.any() for mask in tensors_of(there)):
+        if isinstance(old, IntExperts):
+            raise Unsupported(f"layer {layer} has {old.label}, which are not updated; leave out quantize=")
         raise Unsupported(
             f"layer {layer} has {old.label} as in its file, which cannot be made from floats; load a model of floats, "
             "or this one with dtype='float16'"

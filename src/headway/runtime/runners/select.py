@@ -21,7 +21,13 @@ from headway.base.text import short_repr
 from headway.kernels import triton
 from headway.kernels.native.library import ISA_NAMES, ThreadPool, open_library, use_isa
 from headway.kv.pool import HostPool, Pool
-from headway.models.capabilities import check_split, why_llama_alone, why_no_native_layers, why_no_triton_layers
+from headway.models.capabilities import (
+    check_split,
+    why_llama_alone,
+    why_no_native_layers,
+    why_no_triton_layers,
+    why_not_quantized,
+)
 from headway.models.config import ModelConfig, read_config
 from headway.models.nested import outer_family
 from headway.models.quantized.cache import WeightCache
@@ -258,25 +264,17 @@ def open_backend(
         need_torch(f"computing this model without the native step ({reason})", _extra(device))
         config = read_config(model) if isinstance(model, Path) else model.config
         fast = why_not_triton(device, settings)
-        fast = fast or (why_no_triton_layers(config) if quantize is None else why_llama_alone(config))
+        fast = fast or (why_no_triton_layers(config) if quantize is None else why_not_quantized(config, quantize))
         if settings.native == "triton" and fast is not None:
             raise Unsupported(f"HEADWAY_NATIVE asks for Triton kernels, and {fast}")
         if settings.native == "require" and fast is not None:
             why = reason if device.type == "cpu" else fast
             raise Unsupported(f"HEADWAY_NATIVE asks for the native step, and {why}")
         if quantize is not None and fast is None:
-            import torch
-
-            from headway.kernels.triton.quantized import as_kind
-            from headway.models.quantized.cuda import load_cuda_quantized_model
-
             assert isinstance(model, Path)
             stored = stored_dtype(model)
-            kept, kind = pick_dtype(dtype, device, stored), as_kind(quantize)
-            there = torch.device(str(device))
-            decoder = load_cuda_quantized_model(
-                model, kind, dtype=getattr(torch, kept), device=there, progress=progress
-            )
+            how: dict[str, Any] = {"quantize": quantize, "llama": config.description.experts is None}
+            decoder = _quantized_model(model, pick_dtype(dtype, device, stored), device, progress, **how)
             return Backend(decoder, None, "", triton=True, stored=stored)
         if fast and device.type == "cpu" and isinstance(model, Path) and _stays_quantized(model, dtype, quantize):
             keep = dtype == "auto"
@@ -425,6 +423,22 @@ def why_not_triton(device: AnyDevice, settings: Settings) -> str | None:
     if device.type != "cuda" and settings.native != "triton":
         return f"it runs on CUDA devices, not on {device}"
     return triton.missing()
+
+
+def _quantized_model(
+    model: Path, dtype: str, device: AnyDevice, progress: LoadProgress | None, *, quantize: str, llama: bool
+) -> Decoder:
+    """A model whose layers' matrices are quantized for a CUDA device; of layers that are not Llama's, the experts."""
+    import torch
+
+    from headway.kernels.triton.quantized import as_kind
+    from headway.models.quantized.cuda import load_cuda_quantized_model
+    from headway.models.weights.load_tensors import load_model
+
+    how: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": torch.device(str(device)), "progress": progress}
+    if llama:
+        return load_cuda_quantized_model(model, as_kind(quantize), **how)
+    return load_model(model, **how, keep_experts=True, quantize_experts=quantize)
 
 
 def _torch_model(
