@@ -1,9 +1,11 @@
 """Steps of models with experts, of published shapes with random weights, beside what reading their weights takes.
 
     python benchmarks/gpu_experts.py [qwen3-30b-a3b gpt-oss-20b deepseek-v2-lite] [--layers N] [--against '']
+                                     [--experts q4_k]
 
 A step reads every weight but those of experts that no row goes to: of random routing so many are expected. Nothing
 else is counted: neither keys and values nor activations. GPT-OSS has its experts in MXFP4, as it is published.
+With `--experts` those of the others are quantized, as files or `quantize=` have them: in another table.
 transformers takes eager steps of the same shape in bfloat16, over as many slots: it has MXFP4 only with kernels
 that it downloads. Table and JSON go to benchmarks/results/.
 """
@@ -24,10 +26,13 @@ from gpu_models import measure
 from gpu_steps import decode_batch, runner_for, step_seconds
 from torch import Tensor
 
+from headway.kernels.host.expert_form import FP4, ExpertForm
 from headway.kernels.host.rope import Rope, frequencies
 from headway.models.config import ModelConfig
 from headway.models.description import Description, ExpertGroups, Experts, LatentAttention
 from headway.models.quantized.fp4 import Fp4Experts
+from headway.models.quantized.int_experts import GroupedMatrix, IntExperts
+from headway.models.weights.kept_forms import FORMS
 from headway.models.weights.load_described import build_described
 from headway.models.weights.shapes import layer_shapes
 from headway.runtime.batch import Batch
@@ -61,27 +66,45 @@ DENSE_WIDTH = 10944  # of the layers without experts, which DeepSeek alone has
 
 
 class DeviceWeights:
-    """Random weights, drawn on the device."""
+    """Random weights, drawn on the device; experts of floats, or in a form."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, form: ExpertForm | None = None
+    ) -> None:
+        self.config, self.dtype, self.device, self.form = config, dtype, device, form
         self.last: dict[str, Tensor] = {}
 
     def read(self, role: str, shape: tuple[int, ...], layer: int | None) -> Tensor:
         drawn = torch.randn(shape, dtype=self.dtype, device=self.device)
         return drawn * shape[-1] ** -0.5 if len(shape) > 1 else drawn * 0.1 + ("norm" in role)
 
-    def kept(self, roles: tuple[str, ...], layer: int) -> Fp4Experts | None:
-        """GPT-OSS has its experts in MXFP4; those of others are floats."""
-        if not self.config.description.sinks:
-            return None
+    def kept(self, roles: tuple[str, ...], layer: int) -> Fp4Experts | IntExperts | None:
+        """GPT-OSS has its experts in MXFP4."""
         shapes = layer_shapes(self.config, layer)
         count, _, k = shapes[roles[0]]
         n = sum(shapes[role][1] for role in roles)
+        if self.form is not None and self.form != FP4:
+            matrices = (self._integers(self.form, n, k) for _ in range(count))
+            return IntExperts.of(self.form, matrices, self.dtype, gated=len(roles) > 1)
+        if self.form is None:
+            return None
         codes = torch.randint(0, 256, (count, n, k // 2), dtype=torch.uint8, device=self.device)
         scales = torch.randint(118, 122, (count, n, k // 32), dtype=torch.uint8, device=self.device)
         bias = torch.cat([self.read(f"{role}_bias", shapes[f"{role}_bias"], layer) for role in roles], 1)
         return Fp4Experts.of(codes, scales, bias, self.dtype, gated=len(roles) > 1)
+
+    def _integers(self, form: ExpertForm, n: int, k: int) -> GroupedMatrix:
+        """Any integers, with scales of which weights are about as large as floats are."""
+        most = 16 if form.kind == "int4" else 256
+        quants = torch.randint(0, most, (n, k), dtype=torch.uint8, device=self.device)
+        numbers: dict[str, Tensor] = {}
+        for name in ("scale", "minimum")[: 1 + form.minimum]:
+            size = (n, k // 256) if form.steps else (n, k // form.group)
+            numbers[name] = torch.full(size, k**-0.5 / most / (16 if form.steps else 1), device=self.device).half()
+            if form.steps:
+                steps = torch.randint(0, 32, (n, k // form.group), dtype=torch.int8, device=self.device)
+                numbers["steps" if name == "scale" else "minimum_steps"] = steps
+        return GroupedMatrix(quants, **numbers, zero=form.zero)
 
     def frequencies(self) -> Tensor:
         row = torch.from_numpy(frequencies(self.config.rope)).to(self.device)
@@ -115,13 +138,23 @@ def config_of(name: str, layers: int | None) -> ModelConfig:
     )
 
 
-def read_bytes(c: ModelConfig, rows: int) -> float:
+def form_of(name: str, kind: str | None) -> ExpertForm | None:
+    """How a shape's experts are quantized."""
+    if name.startswith("gpt-oss"):
+        return FP4
+    form, what = None if kind is None else FORMS[kind.upper()], DESCRIPTIONS[name].experts
+    if form is not None and form.steps and what is not None and what.size % 256:
+        raise SystemExit(f"{kind} has blocks of 256 inputs, and experts of {name} have {what.size}; take q4_0 or q8_0")
+    return form
+
+
+def read_bytes(c: ModelConfig, rows: int, form: ExpertForm | None) -> float:
     """Bytes of weights that a step of so many rows reads."""
     what = c.description.experts
     assert what is not None
     experts = 3 * (c.layers - len(what.dense_layers)) * what.count * what.size * c.hidden_size
     used = 1 - (1 - what.per_token / what.count) ** rows
-    width = (4 + 8 / 32) / 8 if c.description.sinks else 2
+    width = 2 if form is None else form.strip_bytes(256) / (16 * 256)
     return 2 * (c.parameters - experts - c.vocab_size * c.hidden_size) + width * used * experts
 
 
@@ -150,13 +183,13 @@ class Row:
         return found if self.transformers_ms is None else f"{found}; transformers {self.transformers_ms:.1f} ms"
 
 
-def own_steps(name: str, layers: int | None, speed: float) -> list[Row]:
+def own_steps(name: str, layers: int | None, speed: float, form: ExpertForm | None) -> list[Row]:
     """Headway's steps."""
-    decoder = build_described(DeviceWeights(config_of(name, layers), torch.bfloat16, torch.device("cuda")))
+    decoder = build_described(DeviceWeights(config_of(name, layers), torch.bfloat16, torch.device("cuda"), form))
     found = []
     for rows in ROWS:
         runner = runner_for(decoder, rows, CONTEXT)
-        took, least = step_seconds(runner, batch_of(rows)), read_bytes(decoder.config, rows) / speed
+        took, least = step_seconds(runner, batch_of(rows)), read_bytes(decoder.config, rows, form) / speed
         found.append(Row(name, rows, took * 1e3, least * 1e3))
         print(found[-1].line(), flush=True)
         del runner
@@ -228,6 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(SHAPES), metavar="NAME")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--experts", choices=sorted(map(str.lower, FORMS.keys() - {"MXFP4"})), help="quantized so")
     parser.add_argument("--against", default="transformers", help="'' leaves it out")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table and the JSON")
     given = parser.parse_args()
@@ -237,7 +271,7 @@ def main() -> None:
     found: list[Row] = []
     with torch.inference_mode():
         for name in given.names:
-            own = own_steps(name, given.layers, speed)
+            own = own_steps(name, given.layers, speed, form_of(name, given.experts))
             clear()
             if given.against:
                 theirs = their_steps(name, given.layers)
@@ -246,8 +280,9 @@ def main() -> None:
             found += own
     table = "\n".join([head, *(row.line() for row in found)]) + "\n"
     print(table, end="")
-    (given.out / "gpu-experts.txt").write_text(table)
-    (given.out / "gpu-experts.json").write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
+    file = "gpu-experts" if given.experts is None else f"gpu-experts-{given.experts}"
+    (given.out / f"{file}.txt").write_text(table)
+    (given.out / f"{file}.json").write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
 
 
 if __name__ == "__main__":

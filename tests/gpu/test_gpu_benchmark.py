@@ -95,3 +95,9 @@ def test_steps_of_experts_are_measured(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu-experts.json").read_text())
     assert {row["shape"] for row in found} == {"qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"}
     assert all(row["ms"] > row["weights_ms"] > 0 for row in found)
+    quantized = [*command[:2], "qwen3-30b-a3b", *command[2:], "--experts", "q4_k"]
+    done = subprocess.run(quantized, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    fewer = json.loads((tmp_path / "gpu-experts-q4_k.json").read_text())
+    floats = {row["rows"]: row["weights_ms"] for row in found if row["shape"] == "qwen3-30b-a3b"}
+    assert all(row["weights_ms"] < floats[row["rows"]] for row in fewer)

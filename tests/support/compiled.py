@@ -18,12 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headway.kernels.host.expert_form import ExpertForm
+from headway.kernels.triton import experts
 from headway.kernels.triton import quantized_experts as kernels
 from headway.kernels.triton.experts import form_options
 from headway.kernels.triton.quantized_experts import StripTile, pick_strip_tile
 
 HIDDEN, WIDTH, CHOSEN = 2048, 768, 8
-INTS = ("n", "strips", "x_row")
+INTS = ("n", "strips", "x_row")  # and, of one kernel, K
 
 
 def form_of(name: str) -> ExpertForm:
@@ -36,7 +37,7 @@ def loads(kernel: Any, tensors: dict[str, str | None], constants: dict[str, Any]
     """What a kernel's compiled code loads by."""
     signature, fixed, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
-        kind = "i32" if name in INTS else tensors.get(name)
+        kind = "i32" if name in INTS or (name == "K" and constants[name] is None) else tensors.get(name)
         signature[name] = kind or "constexpr"
         if kind is None:
             fixed[i,] = constants.get(name)
@@ -50,7 +51,7 @@ def loads(kernel: Any, tensors: dict[str, str | None], constants: dict[str, Any]
 
 
 def compiled(form: ExpertForm) -> dict[str, list[str]]:
-    """The kernels of pairs one by one, of blocks of rows, and of one row."""
+    """The kernels of pairs one by one, of blocks of rows, and of one row; and of rows in float32."""
     read: dict[str, str | None] = {"x": "*i32", "words": "*i32", "scales": "*i32", "y": "*bf16"}
     read |= {"halves": "*fp16" if form.steps else None}
     same: dict[str, Any] = {**form_options(form), "FACTOR": 1.0, "HALF": False, "AHEAD": True, "EVEN": True}
@@ -65,6 +66,10 @@ def compiled(form: ExpertForm) -> dict[str, list[str]]:
     chosen = {"chosen": "*i32", "weights": "*fp32"}
     constants = same | {"K": WIDTH, "PAIRS": CHOSEN, "SLOTS": CHOSEN, "DEEP": 2, "EVEN": False}
     found["row"] = loads(kernels._strip_add_down, read | chosen, constants, 2 * CHOSEN)
+    tensors = read | {"x": "*fp32", "weight": "*i32", "scales": "*u8" if form.kind == "fp4" else "*i32"}
+    tensors |= {"order": "*i32", "blocks": "*i32", "y": "*fp32"}
+    constants = same | gate | {"K": None, "BM": 16, "BN": 32, "BK": 32, "EVEN": True, "PRECISION": "ieee"}
+    found["float32"] = loads(experts._expert_matmul, tensors, constants, 4)
     return found
 
 
