@@ -85,6 +85,15 @@ def integers_and_scales(kind: str, blocks: np.ndarray) -> Parts:
     return _KINDS[kind](blocks)
 
 
+def steps_of_scales(kind: str, blocks: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales [B, groups] as steps, int8, of which each is worth the block's float16 [B, 1] times 2^EXPONENTS[kind]."""
+    half = _iq1_m_half(blocks) if kind == "IQ1_M" else _view(blocks[:, :2], np.float16)
+    wide = half.astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        steps = np.rint(scale * np.float32(2.0 ** -EXPONENTS[kind]) / np.where(wide == 0, np.float32(1), wide))
+    return steps.astype(np.int8), half
+
+
 def _iq2_xxs(blocks: np.ndarray) -> Parts:
     words = _view(blocks[:, 2:], np.uint32).reshape(len(blocks), 8, 2)  # four numbers of the codebook; signs and scale
     numbers = words[..., 0].copy().view(np.uint8).reshape(len(blocks), -1)
@@ -127,11 +136,15 @@ def _iq1_m(blocks: np.ndarray) -> Parts:
     high, words = _bits(blocks[:, 32:48], 4), _view(blocks[:, 48:], np.uint16)
     numbers = blocks[:, :32] | ((high & 7).astype(np.uint16) << 8)
     values = codebook("IQ1_S")[numbers] + (1 - 2 * (high >> 3).astype(np.int8))[..., None]
-    # The block's float16 is in the top 4 bits of four words, the lowest first; 3 bits for each 16 values are below.
-    top = (words >> 12) << np.array([0, 4, 8, 12], np.uint16)
-    scale = np.bitwise_or.reduce(top, axis=1, keepdims=True).view(np.float16).astype(np.float32)
-    steps = (words[..., None] >> np.array([0, 3, 6, 9], np.uint16)) & 7
+    scale = _iq1_m_half(blocks).astype(np.float32)
+    steps = (words[..., None] >> np.array([0, 3, 6, 9], np.uint16)) & 7  # 3 bits for each 16 values
     return values.reshape(len(blocks), -1), scale * _floats(2 * steps.reshape(len(blocks), -1) + 1) / np.float32(8)
+
+
+def _iq1_m_half(blocks: np.ndarray) -> np.ndarray:
+    """The block's float16: in the top 4 bits of four words, the lowest first."""
+    top = (_view(blocks[:, 48:], np.uint16) >> 12) << np.array([0, 4, 8, 12], np.uint16)
+    return np.bitwise_or.reduce(top, axis=1, keepdims=True).view(np.float16)
 
 
 def _nvfp4(blocks: np.ndarray) -> Parts:
@@ -156,6 +169,10 @@ _KINDS: Mapping[str, Callable[[np.ndarray], Parts]] = MappingProxyType(
     }
 )
 CODEBOOK_KINDS = tuple(_KINDS)
+# Of kinds whose scales are integers times the block's float16 times a power of two: that power.
+EXPONENTS: Mapping[str, int] = MappingProxyType(
+    {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), -3), "IQ3_XXS": -2, "IQ3_S": 0}
+)
 
 
 def _half(blocks: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput, Unsupported
 from headway.kernels.host.quantized import FP4
 from headway.models.files.blocks import IQ4_VALUES, decode_blocks
-from headway.models.files.codebooks import CODEBOOK_KINDS
+from headway.models.files.codebooks import CODEBOOK_KINDS, EXPONENTS, integers_and_scales, steps_of_scales
 from headway.models.files.gguf import KINDS
 
 CHUNK_VALUES = 1 << 18  # values decoded at once: the temporaries of a chunk stay within a few MiB
@@ -124,7 +124,8 @@ class BlockParts:
     """What B blocks of V numbers hold: quants [B, V] uint8, of which `zero` stands for 0; a number is that times its
     scale, plus its minimum.
 
-    Scales are float16 [B, 1], or these times steps int8 [B, G], one for V / G numbers; minima likewise.
+    Scales are float16 [B, 1], or these times steps int8 [B, G], one for V / G numbers; minima likewise. Every number is
+    times 2^exponent.
     """
 
     quants: Tensor
@@ -133,6 +134,7 @@ class BlockParts:
     steps: Tensor | None = None
     minimum: Tensor | None = None
     minimum_steps: Tensor | None = None
+    exponent: int = 0
 
     def values(self) -> Tensor:
         """The numbers, float32 [B, V]."""
@@ -140,7 +142,7 @@ class BlockParts:
         values = self.quants.float().sub_(self.zero).view(*scale.shape, -1).mul_(scale.unsqueeze(-1))  # [B, G, V / G]
         if self.minimum is not None:
             values.add_(_times(self.minimum, self.minimum_steps).unsqueeze(-1))
-        return values.view(self.quants.shape)
+        return values.view(self.quants.shape).mul_(2.0**self.exponent)
 
 
 def _times(numbers: Tensor, steps: Tensor | None) -> Tensor:
@@ -250,7 +252,14 @@ _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = MappingProxyType(
 
 def block_parts(kind: str, raw: Tensor) -> BlockParts:
     """What whole blocks hold, of a kind that has integers with a scale; flat bytes, on any device."""
-    return _PARTS[kind](raw.view(-1, KINDS[kind].nbytes))
+    blocks = raw.view(-1, KINDS[kind].nbytes)
+    if kind in _PARTS:
+        return _PARTS[kind](blocks)
+    stored = blocks.cpu().numpy()
+    values, scale = integers_and_scales(kind, stored)
+    steps, half = steps_of_scales(kind, stored, scale)
+    quants, steps, half = (torch.from_numpy(part).to(raw.device) for part in (values.view(np.uint8) ^ 128, steps, half))
+    return BlockParts(quants, half, 128, steps, exponent=EXPONENTS[kind])
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:

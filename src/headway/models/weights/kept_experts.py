@@ -13,6 +13,7 @@ from torch import Tensor
 from headway.kernels.host.quantized import GROUP
 from headway.kernels.reference.quantized import tensor
 from headway.models.families.family import Cut
+from headway.models.files.codebooks import EXPONENTS
 from headway.models.files.dequant import block_parts, packed_fp4
 from headway.models.files.mxfp4_folder import KIND, Mxfp4Folder
 from headway.models.files.weights import GgufWeights
@@ -31,7 +32,7 @@ def read_kept(roles: Roles, some: tuple[str, ...], layer: int, dtype: torch.dtyp
     assert kind is not None
     if kind != KIND:
         matrices = (GroupedMatrix.below(list(each)) for each in zip(*(_grouped(roles, r, layer, device) for r in some)))
-        return IntExperts.of(FORMS[kind], matrices, dtype, gated=gated)
+        return IntExperts.of(FORMS[kind], matrices, dtype, gated=gated, exponent=EXPONENTS.get(kind, 0))
     found = [_packed(roles, role, layer, device) for role in some]
     codes, scales = (torch.cat(list(parts), 1) for parts in zip(*found, strict=True))
     return Fp4Experts.of(codes, scales, None, dtype, gated=gated)

@@ -1,6 +1,6 @@
 """Which experts of a file stay quantized on a device, in which form, and how many bytes they take.
 
-A folder's experts in MXFP4 stay so, and a GGUF file's in MXFP4 or any kind of integers with scales; but MXFP4 becomes
+A folder's experts in MXFP4 stay so, and a GGUF file's in every kind but NVFP4 and floats; but MXFP4 becomes
 floats where they are float16, which cannot hold every scale. `kept_experts` reads them.
 """
 
@@ -29,7 +29,8 @@ FORMS: Mapping[str, ExpertForm] = MappingProxyType(
         "Q4_K": ExpertForm("int4", steps=True, minimum=True),
         "Q5_K": ExpertForm("int8", steps=True, minimum=True),
         "Q6_K": ExpertForm("int8", 16, steps=True),
-        "IQ4_XS": ExpertForm("int8", steps=True),
+        **dict.fromkeys(("IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S"), ExpertForm("int8", steps=True)),
+        **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), ExpertForm("int8", 16, steps=True)),
     }
 )
 
