@@ -243,6 +243,9 @@ def test_the_guide_shows_a_family_as_it_is() -> None:
 # -- make --------------------------------------------------------------------------------------------------------------
 
 
+EDITABLE = "install|--no-compile|--no-build-isolation|-c|constraints.txt|-e"
+
+
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
     return Made(tmp_path)
@@ -279,7 +282,7 @@ def test_make_run_installs_once_and_passes_the_prompt_as_it_is(made: Made) -> No
     assert made("run", f"PROMPT={prompt}").returncode == 0
     needed, own = [line for line in made.asked if "|install|" in line]
     assert needed.startswith("-m|pip|--disable-pip-version-check|install|--no-compile|-c|constraints.txt|-r|")
-    assert own == "-m|pip|--disable-pip-version-check|install|--no-compile|--no-build-isolation|-c|constraints.txt|-e|.|"
+    assert own == f"-m|pip|--disable-pip-version-check|{EDITABLE}|.|"
     assert made.asked[-1] == f"-m|headway.cli.main|run|--|{prompt}|"
     before = len(made.asked)
     assert made("run").returncode == 0
@@ -288,7 +291,7 @@ def test_make_run_installs_once_and_passes_the_prompt_as_it_is(made: Made) -> No
 
 def test_make_test_installs_the_test_extra_and_runs_the_suite(made: Made) -> None:
     assert made("test").returncode == 0
-    assert any(line.endswith("install|--no-compile|--no-build-isolation|-c|constraints.txt|-e|.[test]|") for line in made.asked)
+    assert any(line.endswith(f"|{EDITABLE}|.[test]|") for line in made.asked)
     assert made.asked[-1].startswith("-m|pytest|-n|")
 
 

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 
 from headway.kernels.reference.experts import route  # noqa: E402
 from headway.kernels.reference.mlp import activate  # noqa: E402
-from headway.kernels.triton import expert_rows, experts  # noqa: E402
-from headway.kernels.triton.expert_rows import Router  # noqa: E402
-from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
+from headway.kernels.triton.experts import matmul as experts  # noqa: E402
+from headway.kernels.triton.experts import rows as expert_rows  # noqa: E402
+from headway.kernels.triton.experts.matmul import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
+from headway.kernels.triton.experts.rows import Router  # noqa: E402
 from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
 from headway.kernels.triton.matvec import RmsNorm  # noqa: E402
 

@@ -18,16 +18,16 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from headway.kernels.host.expert_form import FP4, ExpertForm  # noqa: E402
-from headway.kernels.triton import experts  # noqa: E402
-from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
-from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
-from headway.kernels.triton.quantized_experts import (  # noqa: E402
+from headway.kernels.triton.experts import matmul as experts  # noqa: E402
+from headway.kernels.triton.experts.matmul import ExpertBlocks, ExpertGate, ExpertOperand, Routes  # noqa: E402
+from headway.kernels.triton.experts.quantized import (  # noqa: E402
     StripTile,
     pick_strip_tile,
     strip_add_down,
     strip_matmul,
     takes,
 )
+from headway.kernels.triton.matmul import MatmulTile  # noqa: E402
 from headway.models.quantized.fp4 import Fp4Experts  # noqa: E402
 from headway.models.quantized.int_experts import GroupedMatrix, IntExperts  # noqa: E402
 from support.ptx import run_inline_assembly  # noqa: E402

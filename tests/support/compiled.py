@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headway.kernels.host.expert_form import ExpertForm
-from headway.kernels.triton import experts
-from headway.kernels.triton import quantized_experts as kernels
-from headway.kernels.triton.experts import form_options
-from headway.kernels.triton.quantized_experts import StripTile, pick_strip_tile
+from headway.kernels.triton.experts import matmul as experts
+from headway.kernels.triton.experts import quantized as kernels
+from headway.kernels.triton.experts.matmul import form_options
+from headway.kernels.triton.experts.quantized import StripTile, pick_strip_tile
 
 HIDDEN, WIDTH, CHOSEN = 2048, 768, 8
 INTS = ("n", "strips", "x_row")  # and, of one kernel, K

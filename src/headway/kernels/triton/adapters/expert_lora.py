@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.kernels.triton.adapters.lora import DTYPES, EXPERT_MATRICES, RANKS, TILE, AdapterTable, AdapterTiles
-from headway.kernels.triton.experts import ExpertGate, Routes
+from headway.kernels.triton.experts.matmul import ExpertGate, Routes
 from headway.kernels.triton.fused import activated
 from headway.kernels.triton.launch import launch_next, options, wait
 

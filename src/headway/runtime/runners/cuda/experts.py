@@ -9,14 +9,16 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.kernels.host.expert_form import ExpertForm
-from headway.kernels.triton import expert_rows, experts, fused
+from headway.kernels.triton import fused
 from headway.kernels.triton.adapters import expert_lora
-from headway.kernels.triton.expert_rows import Router
-from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes
+from headway.kernels.triton.experts import matmul as experts
+from headway.kernels.triton.experts import rows as expert_rows
+from headway.kernels.triton.experts.matmul import ExpertBlocks, ExpertGate, ExpertOperand, Routes
+from headway.kernels.triton.experts.quantized import StripTile, pick_strip_tile, strip_add_down, strip_matmul, takes
+from headway.kernels.triton.experts.rows import Router
 from headway.kernels.triton.launch import shared_memory
 from headway.kernels.triton.matmul import MatmulTile
 from headway.kernels.triton.matvec import RmsNorm
-from headway.kernels.triton.quantized_experts import StripTile, pick_strip_tile, strip_add_down, strip_matmul, takes
 from headway.models.described import DescribedLayer
 from headway.models.description import Experts
 from headway.models.experts import ExpertWeights, GroupedExperts, ScaledExperts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway.kernels.triton import fused
 from headway.kernels.triton.adapters.expert_lora import add_low_rank
-from headway.kernels.triton.experts import Routes
+from headway.kernels.triton.experts.matmul import Routes
 from headway.kernels.triton.variants import latent
 from headway.models.description import LatentAttention
 from headway.runtime.runners.cuda.adapters import StepTiles

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.base.dataclass import dataclass
-from headway.kernels.triton.experts import ExpertGate, ExpertOperand, Routes, choose, gated_pair
+from headway.kernels.triton.experts.matmul import ExpertGate, ExpertOperand, Routes, choose, gated_pair
 from headway.kernels.triton.launch import launch_next, options, wait
 from headway.kernels.triton.matvec import RmsNorm
 

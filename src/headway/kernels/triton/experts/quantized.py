@@ -21,7 +21,14 @@ from torch import Tensor
 
 from headway.base.dataclass import dataclass
 from headway.kernels.host.expert_form import ExpertForm
-from headway.kernels.triton.experts import ExpertBlocks, ExpertGate, ExpertOperand, Routes, form_options, gated_pair
+from headway.kernels.triton.experts.matmul import (
+    ExpertBlocks,
+    ExpertGate,
+    ExpertOperand,
+    Routes,
+    form_options,
+    gated_pair,
+)
 from headway.kernels.triton.launch import launch_next, options, prefetch, wait
 from headway.kernels.triton.mma import (
     begun,
