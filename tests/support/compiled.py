@@ -47,7 +47,16 @@ def loads(kernel: Any, tensors: dict[str, str | None], constants: dict[str, Any]
     options = {"num_warps": warps, "launch_pdl": True}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.asm["cubin"]
+    assert kernel is experts._expert_matmul or _lanes_have_whole_packs(made.asm["ttgir"])
     return sorted(set(re.findall(r"ld\.global[\w.:]*", made.asm["ptx"])))
+
+
+def _lanes_have_whole_packs(ttgir: str) -> bool:
+    """Whether a lane has all elements of what inline assembly takes together, beside each other."""
+    held = re.findall(r"^#(\w+) = #ttg\.blocked<\{sizePerThread = \[[\d, ]*?(\d+)\]", ttgir, re.MULTILINE)
+    calls = re.findall(r"packed_element = (\d+) : i32[^\n]*-> [^\n]*#(\w+)>", ttgir)
+    assert calls
+    return all(int(dict(held)[layout]) % int(count) == 0 for count, layout in calls)
 
 
 def compiled(form: ExpertForm) -> dict[str, list[str]]:

@@ -24,9 +24,9 @@ def run_inline_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _inline(_: Any, asm: str, constraints: str, args: list[TensorHandle], types: list[Any], *how: Any) -> Any:
-    if asm.startswith("ld.global"):  # of each element by itself
-        (at,) = args
-        there = np.ones(at.data.shape, bool)
+    if "ld.global" in asm:  # of each element by itself
+        at = args[0]
+        there = args[1].data != 0 if len(args) > 1 else np.ones(at.data.shape, bool)
         found = memory.load(at.data.astype(np.uint64), there, np.zeros(at.data.shape, np.int32), np.dtype(np.int32))
         return SimpleNamespace(get_result=lambda i: _handle(found, types[i]))
     if not args:

@@ -121,6 +121,13 @@ def _operands(x: Tensor, w: ExpertOperand) -> tuple[Any, ...]:
     return x.view(torch.int32), w.weight, w.scales.view(torch.int32), w.halves
 
 
+# Two words beside each other, of which the first one's address is read; zeros where the second operand is 0.
+_PAIR = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
+_PAIR_IF = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }"
+)
+
+
 @triton.jit
 def _loaded_in_place(at):
     """Numbers in memory, int32, in the layout of what reads them: a load would bring one of its own."""
@@ -133,6 +140,21 @@ def _loaded(at, there, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=there, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _inputs(at, there, GROUP: tl.constexpr, EVEN: tl.constexpr):
+    """A lane's words of inputs. Of groups of 16 two lie beside each other: to load them would bring a layout with two
+    words a lane, where what multiplies them takes a lane's four."""
+    if GROUP == 32 and EVEN:
+        return tl.load(at)
+    elif GROUP == 32:
+        return tl.load(at, mask=there, other=0)
+    elif EVEN:
+        return tl.inline_asm_elementwise(_PAIR, "=r,=r,l,l", [at.to(tl.int64)], tl.int32, True, 2)
+    else:
+        there = there.to(tl.int32)
+        return tl.inline_asm_elementwise(_PAIR_IF, "=&r,=&r,l,l,r,r", [at.to(tl.int64), there], tl.int32, True, 2)
 
 
 @triton.jit
@@ -182,12 +204,9 @@ def _one(
 ):  # fmt: skip
     """The totals plus one block of a four, of which a lane has eight inputs of each half."""
     xs += q * 128 + BLOCK * 32
-    if EVEN:
-        xa, xb = tl.load(xs), tl.load(xs + 16)
-    else:
-        block = (q + deep) * 4 + BLOCK
-        xa = tl.load(xs, mask=block < (K + 63) // 64, other=0)
-        xb = tl.load(xs + 16, mask=block < (K + 31) // 64, other=0)
+    block = (q + deep) * 4 + BLOCK
+    xa = _inputs(xs, block < (K + 63) // 64, GROUP, EVEN)
+    xb = _inputs(xs + 16, block < (K + 31) // 64, GROUP, EVEN)
     if FORM == "fp4":
         a0, a1, a2, a3 = fp4_unpacked(w, s, BLOCK)
         return fp4_sums(total, a0, a1, a2, a3, xa, xb)
@@ -257,8 +276,7 @@ def _first_words(e, GROUP: tl.constexpr):
     if GROUP == 32:
         return q * 4 + e % 4
     else:
-        words = e % 4 // 2 * 8 + q * 2 + e % 2
-        return tl.multiple_of(tl.max_contiguous(words, [1, 1, 1, 1, 2]), [1, 1, 1, 1, 2])  # two are loaded together
+        return e % 4 // 2 * 8 + q * 2 + e % 2
 
 
 @triton.jit
