@@ -129,7 +129,7 @@ class ModelConfig:
         own = self.description.per_layer
         return self.intermediate_size if own is None else own.inners[layer]
 
-    @cached_property
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that have attention, in order."""
         others = frozenset[int]() if self.description.both else self.description.recurrent_layers

@@ -103,9 +103,10 @@ def _merged(old: Any, new: Any, there: Any, layer: int) -> Any:
             return old
         return new if there.all() else torch.where(there.bool(), new, old)
     if isinstance(new, tuple):
-        return tuple(_merged(*each, layer) for each in zip(old, new, there, strict=True))
+        parts: Any = (old, new, there)
+        return tuple(_merged(a, b, c, layer) for a, b, c in zip(*parts, strict=True))
     if is_dataclass(new) and not isinstance(new, type) and tensors_of(new):
         names = [each.name for each in fields(new)]
-        parts = {n: _merged(getattr(old, n), getattr(new, n), getattr(there, n), layer) for n in names}
-        return replace(old, **{name: part for name, part in parts.items() if part is not getattr(old, name)})
+        merged = {n: _merged(getattr(old, n), getattr(new, n), getattr(there, n), layer) for n in names}
+        return replace(old, **{name: part for name, part in merged.items() if part is not getattr(old, name)})
     return old
