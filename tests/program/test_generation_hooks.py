@@ -170,6 +170,43 @@ def test_a_hook_that_fails_leaves_nothing_behind(engine: hw.Engine) -> None:
             ctx.fill([1]).generate(**{name: 3})  # type: ignore[arg-type]
 
 
+class Ends:
+    """A constraint whose masks run out."""
+
+    def mask(self) -> None:
+        raise StopAsyncIteration
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def rollback(self, n: int) -> None:
+        pass
+
+    def copy(self) -> Ends:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("name", "beams"), [("logits", 1), ("logits", 2), ("prepare", 1), ("constrain", 1), ("constrain", 2)]
+)
+def test_a_hook_whose_own_iterator_ends_does_not_end_the_text(engine: hw.Engine, name: str, beams: int) -> None:
+    """As from `anext` of a second generation: a loop over steps would take it for the end of this one."""
+
+    def ends(*_: Any) -> Any:
+        raise StopAsyncIteration
+
+    async def program(engine: hw.Engine) -> None:
+        options: dict[str, Any] = {name: Ends() if name == "constrain" else ends}
+        async with engine.context() as ctx:
+            gen = ctx.fill(PROMPT).generate(num_beams=beams, max_tokens=4, stop_only=True, **options)
+            with pytest.raises(RuntimeError, match="of this generation raised StopAsyncIteration"):
+                async for _ in gen:
+                    pass
+            assert ctx.tokens == tuple(PROMPT)
+
+    engine.run(program)
+
+
 # -- prepare -----------------------------------------------------------------------------------------------------------
 
 

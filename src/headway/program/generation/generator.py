@@ -50,7 +50,7 @@ from headway.program.generation.lookahead import Lookahead, Waiter
 from headway.program.generation.speculation.drafter import Drafter, check_drafter
 from headway.program.generation.speculation.rounds_ahead import RoundInFlight, RoundsAhead
 from headway.program.generation.speculation.speculation import Speculation, SpeculationStats
-from headway.program.generation.steps import Prepared, Step, StepInFlight, probed
+from headway.program.generation.steps import Prepared, Step, StepInFlight, not_an_end, probed
 from headway.program.generation.stops import parse_json, read_stops
 from headway.program.generation.transcript import Transcript
 from headway.program.generation.word_bias import WordBias
@@ -168,15 +168,17 @@ class Generation(Generic[Value_co]):
     async def __anext__(self) -> Step[Value_co]:
         if self._is_stepping:
             raise ContextBusy("this generation has a step in flight; await it before taking another")
+        if self.finish is not None:
+            raise StopAsyncIteration
         self._is_stepping = True
         try:
             return await self._next_step()
+        except StopAsyncIteration as error:
+            raise not_an_end() from error
         finally:
             self._is_stepping = False
 
     async def _next_step(self) -> Step[Value_co]:
-        if self.finish is not None:
-            raise StopAsyncIteration
         if self._ahead.is_there:
             job, token = self._ahead.take()
             if job is not None:

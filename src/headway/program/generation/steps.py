@@ -79,6 +79,11 @@ class StepInFlight:
     probe: ProbeHandles
 
 
+def not_an_end() -> RuntimeError:
+    """The error for a StopAsyncIteration that is not the generation's own: a loop would take it for the end."""
+    return RuntimeError("a hook, constraint or mask rule of this generation raised StopAsyncIteration")
+
+
 def probed(out: Output, handles: ProbeHandles) -> tuple[Any, ...]:
     """What the probes have read at one row: the entry of `Step.probes`, if there are any."""
     match handles:

@@ -12,6 +12,7 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import HeadwayError
+from headway.program.generation.steps import not_an_end
 from headway.remote.connection.mailbox import Mailbox
 from headway.remote.connection.threaded import Lost
 
@@ -92,5 +93,7 @@ class Asking:
         return self._give(call, value)
 
     def _give(self, call: int | None, value: Any = None, error: BaseException | None = None) -> None:
+        if isinstance(error, StopAsyncIteration):
+            error = not_an_end()
         if call is not None:
             self._engine._connection.give(call, value, error)

@@ -24,7 +24,7 @@ from headway.program.generation.generator import Generation
 from headway.program.generation.ngrams import copied
 from headway.program.generation.parameters import Parameters
 from headway.program.generation.sequences.beams import Continuation, beam_search, together
-from headway.program.generation.steps import Prepared, Step
+from headway.program.generation.steps import Prepared, Step, not_an_end
 from headway.program.generation.stops import parse_json
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ class Generations(Generic[Value_co]):
         if self._sequences is None:
             self._before = len(self.context.tokens)
             search = self._search if self._parameters.num_beams > 1 else self._draw
-            self._sequences = await search()
+            try:
+                self._sequences = await search()
+            except StopAsyncIteration as error:
+                raise not_an_end() from error
         return list(self._sequences)
 
     async def texts(self) -> list[str]:
