@@ -1,4 +1,4 @@
-"""A swarm of agents on forks: one briefing, several minds, and messages between them.
+"""A swarm of agents on forks, as in multiagent debate (Du et al., 2023): one briefing, several minds, and messages.
 
 Every agent is a fork of the briefing with a role of its own. They write concurrently; what one says is put into the
 others' contexts, so each holds the whole talk from its own side and computes only what is new to it. Then they vote,

@@ -1,4 +1,4 @@
-"""Best of n: draw several continuations at once and keep the one the model itself finds likeliest, token for token.
+"""Best of n by log-probability (sample and rank, Adiwardana et al., 2020): draw several, keep the likeliest.
 
 The prompt is computed once, its pages are shared by the forks, and the forks' passes run as one batch a step. A probe
 beside the sampler brings each draw's probability, so that scoring takes no further pass. The mean, not the sum: a sum

@@ -62,7 +62,7 @@ async def program(engine: hw.Engine) -> dict[str, int]:
     passes = engine.stats().passes - before
     for name, tokens in found.items():
         print(f"{name}: {engine.tokenizer.decode(tokens)!r}")
-    print(f"{passes} passes for {TOKENS} tokens of {K} candidates each")
+    print(f"{passes} passes for {TOKENS} tokens of {K} candidates each; a pass for each: {TOKENS * K + 1}")
     return {name: repeated(tokens) for name, tokens in found.items()}
 
 

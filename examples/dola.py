@@ -59,11 +59,14 @@ async def program(engine: hw.Engine) -> tuple[list[int], list[int]]:
     async with engine.context() as ctx:
         plain = await ctx.fill(PROMPT).generate(Argmax(), max_tokens=8).text()
     async with engine.context() as ctx:
+        before = engine.stats().passes
         gen = ctx.fill(PROMPT).generate(Argmax(), max_tokens=8, prepare=dola.prepare, logits=dola.logits)
         text = await gen.text()
+        passes = engine.stats().passes - before
     print(f"greedy: {plain!r}")
     print(f"DoLa:   {text!r}")
     print("contrasted with layers", sorted(set(dola.chosen)))
+    print(f"{len(gen.generated)} tokens and {gen.finish!r} in {passes} passes, which read the early layers too")
     return list(gen.generated), dola.chosen
 
 

@@ -1,4 +1,4 @@
-"""Samplers as user code: five filters that the engine does not have, each a few lines in a `logits` hook.
+"""Samplers as user code, each a few lines in a `logits` hook (mirostat, XTC and DRY are options of `generate` too).
 
 A hook gets a row's logits and returns others, from which `generate` then draws with its own sampler and seed. Mirostat
 2 (Basu et al., 2020) keeps the surprise of the text constant; top-a (BlinkDL, 2022) cuts below a share of the squared

@@ -1,4 +1,4 @@
-"""Self-consistency: draw several chains of thought and let their answers vote.
+"""Self-consistency (Wang et al., 2022): draw several chains of thought and let their answers vote.
 
 Wrong chains go wrong in different ways, right ones end in the same number: the answer that most chains reach is right
 more often than a single chain. The examples in the prompt are computed once; every chain is a fork of it.

@@ -44,6 +44,26 @@ def test_the_gallery_shows_every_example() -> None:
     )
 
 
+PAPER = re.compile(r"\([^()]*(?:19|20)\d\d")  # as in (Yao et al., 2023)
+METHODS = (
+    *("tree_of_thoughts", "graph_of_thoughts", "skeleton_of_thought", "recursion_of_thought", "mcts", "reflexion"),
+    *("best_of_n", "self_consistency", "diverse_beams", "contrastive_search", "dola", "contrastive_decoding"),
+    *("classifier_free_guidance", "context_aware_decoding", "own_samplers", "gumbel_watermark"),
+    *("green_list_watermark", "jacobi_decoding", "speculative_decoding", "tree_speculation", "lora_mixing"),
+    *("modular_cache", "steering_data", "heavy_hitters", "snapkv", "agent_swarm", "async_calls", "grpo"),
+)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_has_its_paper_and_its_output_in_the_gallery(name: str) -> None:
+    (line,) = re.findall(
+        rf"^\| `{name}\.py` \| (.*) \|$", (FOLDER.parent / "docs/gallery.md").read_text(), re.MULTILINE
+    )
+    assert PAPER.search(line)
+    assert PAPER.search(load(name).__doc__ or "")
+    assert gallery()[name].strip()
+
+
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_an_example_is_short_and_can_be_started(file: Path) -> None:
     text = file.read_text()

@@ -18,6 +18,8 @@ DRAWN = {
     "self_consistency",
     "beam_search",
     "diverse_beams",
+    "dola",
+    "contrastive_search",
     "classifier_free_guidance",
     "contrastive_decoding",
     "green_list_watermark",
