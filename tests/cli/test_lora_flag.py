@@ -50,6 +50,8 @@ def test_what_the_flag_reads(tmp_path: Path) -> None:
     assert AdapterSource.of(str(odd)) == AdapterSource("a=b:c", odd)
     assert AdapterSource.of("x=some/where:0.5") == AdapterSource("x", Path("some/where"), 0.5)
     assert AdapterSource.of("some/where.gguf:-2") == AdapterSource("where", Path("some/where.gguf"), -2.0)
-    for wrong in ("", "x=", "x y=f", "x=f:much", "x=f:nan"):
+    for wrong in ("", "x=", "x y=f", "x=f:much", "x=f:nan", "x=f:inf", "x=f:1e7"):
         with pytest.raises(InvalidInput):
             AdapterSource.of(wrong)
+    with pytest.raises(InvalidInput, match=r"the scale -1e7; it must be in \[-1e\+06, 1e\+06\]"):  # as in a pass
+        AdapterSource.of("x=f:-1e7")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headway.base.checks import check_number
 from headway.base.errors import InvalidInput, WrongType
-from headway.base.specs.adapters import AdapterMix
+from headway.base.specs.adapters import MAX_SCALE, AdapterMix
 from headway.base.text import short_repr
 from headway.models.adapters.adapter import Adapter
 from headway.runtime.adapters import LoadedAdapter
@@ -15,7 +15,6 @@ from headway.runtime.adapters import LoadedAdapter
 if TYPE_CHECKING:
     from headway.program.engine import Engine
 
-MAX_SCALE = 1e6
 Scaled = tuple[Adapter, float]
 AdapterArgument = Adapter | Scaled | Sequence[Adapter | Scaled] | AdapterMix  # a mix where it was read before
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from headway.base.dataclass import dataclass
 
+MAX_SCALE = 1e6  # and its negative, of an adapter in a pass
 OUTSIDE = -1  # in the place of a layer's number: what a model has once
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
 from headway.base.dataclass import dataclass
 from headway.base.errors import InvalidInput
+from headway.base.specs.adapters import MAX_SCALE
 
 NAME = re.compile(r"[!-~]{1,256}")
 
@@ -43,7 +43,9 @@ def _scale(text: str, given: str) -> float:
     try:
         scale = float(text)
     except ValueError:
-        scale = math.nan
-    if not math.isfinite(scale):
-        raise InvalidInput(f"the adapter {given!r} has the scale {text!r}; it must be a number, as in NAME=FOLDER:0.5")
+        raise InvalidInput(
+            f"the adapter {given!r} has the scale {text!r}; it must be a number, as in NAME=FOLDER:0.5"
+        ) from None
+    if not abs(scale) <= MAX_SCALE:
+        raise InvalidInput(f"the adapter {given!r} has the scale {text}; it must be in [-{MAX_SCALE:g}, {MAX_SCALE:g}]")
     return scale
