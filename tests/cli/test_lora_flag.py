@@ -44,6 +44,11 @@ def test_adapters_change_the_answer_as_in_a_program(headway: Run, tmp_path: Path
     assert (missing.returncode, "nowhere" in missing.stdout + missing.stderr) == (2, True)
 
 
+def test_a_folder_from_which_nobody_could_load_is_refused(headway: Run, tmp_path: Path) -> None:
+    done = headway("serve", "--lora-dir", str(tmp_path))
+    assert (done.returncode, "give --keys FILE too" in done.stderr) == (2, True)
+
+
 def test_what_the_flag_reads(tmp_path: Path) -> None:
     odd = tmp_path / "a=b:c"
     odd.mkdir()

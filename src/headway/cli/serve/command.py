@@ -182,7 +182,7 @@ def serve(
         otel=otel,
         otel_bodies=otel_bodies,
         adapters=() if several is not None else tuple(AdapterSource.of(text) for text in lora or ()),
-        lora_dir=lora_dir,
+        lora_dir=_with_keys(lora_dir, keys),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         unix_socket=unix_socket,
@@ -284,6 +284,13 @@ def _pools(models: dict[str, str | None], device: str) -> PoolingModels:
     return PoolingModels(
         {role: model for role, model in models.items() if model is not None}, device=device, find=fetched
     )
+
+
+def _with_keys(lora_dir: Path | None, keys: Path | None) -> Path | None:
+    """The folder of adapters; raises where nobody could load one."""
+    if lora_dir is not None and keys is None:
+        raise InvalidInput("--lora-dir lets admin keys load adapters, and there are no keys; give --keys FILE too")
+    return lora_dir
 
 
 def _check_listening(unix_socket: Path | None, host: str, port: int) -> None:
