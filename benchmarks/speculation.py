@@ -9,7 +9,8 @@
   does not repeat, drawn with a seed, because a small model that takes the likeliest token soon repeats itself. Both
   with prompt lookup as a user has it, drafting as much as it finds to pay.
 - *replay*: random weights never quote a prompt. So the tokens are recorded once, and a drafter says them again, each
-  right with the probability --acceptance. *wrong*: never right, which is what a useless drafter costs. On a CUDA device
+  right with the probability --acceptance. *wrong*: never right, which is what a useless drafter costs. *story* is drawn
+  from random weights, too, with prompt lookup. On a CUDA device
   the weights are random but sure of themselves: with plain random ones the likeliest token leads by less than the
   rounding of bfloat16, and a step of several rows would continue another text.
 - All but the story is greedy, to the same number of tokens, which must be the same tokens. Prompts are computed before
@@ -150,9 +151,9 @@ def of_model(name: str, options: Any) -> list[Result]:
 def of_shape(shape: str, options: Any) -> list[Result]:
     """Replays of random weights."""
     prompt = np.random.default_rng(1).integers(0, 200, options.prompt).tolist()
+    drafters = {"replay": None, "wrong": None, "story": hw.PromptLookup()}
     with random_engine(shape, options) as engine:
-        how: dict[str, Any] = {"drafter": None, "options": options}
-        return [compared(engine, shape, text, prompt, **how) for text in ("replay", "wrong")]
+        return [compared(engine, shape, t, prompt, drafter=d, options=options) for t, d in drafters.items()]
 
 
 @contextmanager

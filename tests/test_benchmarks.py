@@ -411,5 +411,5 @@ def test_speculation_compares_an_engine_with_itself(tmp_path: Path) -> None:
     done = _benchmark("speculation.py", "--quick", "--threads", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "speculation.json").read_text())["results"]
-    assert [row["text"] for row in results] == ["replay", "wrong"]
+    assert [row["text"] for row in results] == ["replay", "wrong", "story"]
     assert all(row["same"] and row["ratio"] > 0 for row in results)
