@@ -18,8 +18,8 @@ SLOW = ("fp4.32", "int4.32", "int4.32.minimum", "int8.32.minimum", "int4.16.step
 
 @pytest.mark.parametrize(
     "forms",
-    [("int4.32.steps.minimum",), pytest.param(("int8.32", "int8.16.steps", *SLOW), marks=pytest.mark.slow)],
-    ids=["Q4_K", "others"],
+    [("int4.32.steps.minimum",), ("int8.16.steps",), pytest.param(("int8.32", *SLOW), marks=pytest.mark.slow)],
+    ids=["Q4_K", "Q6_K", "others"],
 )
 def test_kernels_compile_and_read_words_together(forms: tuple[str, ...], tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
