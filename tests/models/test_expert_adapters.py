@@ -21,6 +21,7 @@ from support.gguf_families import write_family
 from support.hf import save_hf
 from support.hf_families import family_model
 from support.lora import logits_of, randomize, save_lora, state_of, with_lora
+from support.own_drafts import own_drafts
 
 QUICK = ("qwen2-moe", "gpt-oss")
 SLOW = (
@@ -310,17 +311,8 @@ def test_drafts_of_the_first_layers_have_their_experts(tmp_path: Path) -> None:
         for weight in (second.self_attn.o_proj.weight, second.mlp.experts.down_proj):
             weight.zero_()
         second.mlp.shared_expert.down_proj.weight.zero_()
-    adapter, drafter = adapter_of(adapted(model, parts=r"layers\.0\.mlp")), hw.OwnLayers(1, adaptive=False)
-
-    async def program(engine: hw.Engine) -> hw.SpeculationStats | None:
-        async with engine.context().fill(TOKENS) as context:
-            generation = context.generate(hw.Argmax(), max_tokens=12, adapter=adapter, speculate=drafter)
-            await generation.tokens()
-            return generation.speculation
-
-    with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=32, threads=1) as engine:
-        stats = engine.run(program)
-    assert stats is not None
+    adapter = adapter_of(adapted(model, parts=r"layers\.0\.mlp"))
+    stats = own_drafts(save_hf(tmp_path, model), adapter, TOKENS, 12)
     assert (stats.drafted > 0, stats.acceptance) == (True, 1.0)
 
 

@@ -23,6 +23,7 @@ from support.gguf_recurrent import recurrent_model, write_recurrent
 from support.hf import save_hf
 from support.hf_families import NAMES, family_model
 from support.lora import logits_of, save_lora, state_of, with_lora
+from support.own_drafts import own_drafts
 
 QUICK = (
     "gpt2",
@@ -161,17 +162,7 @@ def test_drafts_of_the_first_layers_are_made_under_the_same_rows(tmp_path: Path)
             linear.weight.zero_()
     first = [layer for layer in linear_layers(model) if ".0." in layer]
     adapter, tokens = hw.Adapter.from_tensors(state_of(adapted(model, first))), random_tokens(97, 9)
-    drafter = hw.OwnLayers(1, adaptive=False)
-
-    async def program(engine: hw.Engine) -> hw.SpeculationStats | None:
-        async with engine.context().fill(tokens) as context:
-            generation = context.generate(hw.Argmax(), max_tokens=16, adapter=adapter, speculate=drafter)
-            await generation.tokens()
-            return generation.speculation
-
-    with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=32, threads=1) as engine:
-        stats = engine.run(program)
-    assert stats is not None
+    stats = own_drafts(save_hf(tmp_path, model), adapter, tokens, 16)
     assert (stats.drafted > 0, stats.acceptance) == (True, 1.0)
 
 

@@ -18,6 +18,7 @@ from support.checks import all_logits, assert_close, random_tokens
 from support.hf import save_hf
 from support.hf_families import family_model
 from support.lora import logits_of, save_lora, state_of, with_lora
+from support.own_drafts import own_drafts
 
 TOKENS = random_tokens(97, 21)
 OUTSIDE = r".*(per_layer_model_projection|altup_projections\.\d|altup_unembed_projections\.\d)"
@@ -141,17 +142,7 @@ def test_drafts_of_the_first_layers_have_what_is_outside_of_them(
             layer.layer_scalar.fill_(1.0)
     names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." not in n]
     adapter = adapter_of(with_lora(model, target_modules=[*names, "layers.0.per_layer_input_gate"]))
-    drafter = hw.OwnLayers(1, adaptive=False)
-
-    async def program(engine: hw.Engine) -> hw.SpeculationStats | None:
-        async with engine.context().fill(TOKENS) as context:
-            generation = context.generate(hw.Argmax(), max_tokens=12, adapter=adapter, speculate=drafter)
-            await generation.tokens()
-            return generation.speculation
-
-    with hw.Engine(save_hf(tmp_path, model), dtype="float32", pages=32, threads=1) as engine:
-        stats = engine.run(program)
-    assert stats is not None
+    stats = own_drafts(save_hf(tmp_path, model), adapter, TOKENS, 12)
     assert (stats.drafted > 0, stats.acceptance) == (True, 1.0)
 
 
